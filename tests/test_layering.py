@@ -60,7 +60,7 @@ def test_a_file_is_short_and_imports_only_the_folders_above_it(path: Path) -> No
     if floor(path) in ("errors", "native", "core"):
         assert roots <= {"torch", "draftproof", "__future__", *sys.stdlib_module_names}
     text = path.read_text()
-    assert len(text.splitlines()) <= 350
+    assert len(text.splitlines()) <= 400
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, node.name

@@ -25,13 +25,13 @@ def test_a_device_that_is_not_there_is_refused_in_one_sentence(
     for name, said in (("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"),
                        ("mps", "Apple"), ("abacus", "choose one of"), ("meta", "choose one of")):
         with pytest.raises(BadInput, match=said) as refused:
-            Device.found(name)
+            Device.from_name(name)
         assert repr(name) in str(refused.value) and "\n" not in str(refused.value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert Device.found("cuda:1").where == torch.device("cuda:1")
+    assert Device.from_name("cuda:1").where == torch.device("cuda:1")
     with pytest.raises(BadInput, match="2 of them"):
-        Device.found("cuda:2")
+        Device.from_name("cuda:2")
 
 
 @pytest.fixture
@@ -71,10 +71,10 @@ def gaudi(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_gaudi_is_asked_by_its_own_names(
     gaudi: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Device.found("hpu")
+    found = Device.from_name("hpu")
     assert found.compiles and found.captures and found.widest == torch.float32
     assert found.name == "GAUDI2" and found.memory() == (1, 2)
-    assert Device.found().kind == "hpu", "a Gaudi is the best there is"
+    assert Device.from_name().kind == "hpu", "a Gaudi is the best there is"
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
     found.flush()
     assert gaudi == [], "without lazy mode there is nothing to mark"
@@ -98,11 +98,11 @@ def test_a_bridge_that_does_not_load_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "habana_frameworks.torch.core", None)
     with pytest.raises(BadInput, match="cannot be imported"):
-        Device.found("hpu")
+        Device.from_name("hpu")
 
 
 def test_the_cpu_answers_every_verb() -> None:
-    assert Device.found("cpu") == CPU and not CPU.compiles and not CPU.captures
+    assert Device.from_name("cpu") == CPU and not CPU.compiles and not CPU.captures
     assert CPU.widest == torch.float64
     CPU.flush()
     CPU.synchronize()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from draftproof.core.params import Sampling
 from draftproof.errors import BadInput
-from draftproof.verify.audit import Audit, Law, Text, assisted, audit, model_distribution
+from draftproof.verify.audit import Audit, Distribution, Text, assisted, audit, model_distribution
 from draftproof.verify.cases import toy
 
 VOCAB, LENGTH, PROMPT = 6, 3, (1, 2)
@@ -65,7 +65,7 @@ def drawn(dice: np.random.Generator, odds: Array) -> int:
     return min(int(place), len(odds) - 1)
 
 
-def table(salt: int, temperature: float = 1.0) -> Law:
+def table(salt: int, temperature: float = 1.0) -> Distribution:
     """A law that depends on the whole text."""
 
     @cache
@@ -79,7 +79,7 @@ def table(salt: int, temperature: float = 1.0) -> Law:
 TARGET, DRAFT = table(1), table(2)
 
 
-def speculative(mistake: Mistake, draft: Law = DRAFT, tokens: int = 2, bonus: bool = True
+def speculative(mistake: Mistake, draft: Distribution = DRAFT, tokens: int = 2, bonus: bool = True
                 ) -> Sampler:
     """A draft-and-verify loop with a mistake in it."""
 
@@ -108,7 +108,7 @@ def speculative(mistake: Mistake, draft: Law = DRAFT, tokens: int = 2, bonus: bo
     return sample
 
 
-def plain(law: Law = TARGET, ends: Sequence[int] = (), beyond: bool = False) -> Sampler:
+def plain(law: Distribution = TARGET, ends: Sequence[int] = (), beyond: bool = False) -> Sampler:
     """Token by token; `beyond`: the end token does not end it."""
 
     def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
@@ -123,7 +123,7 @@ def plain(law: Law = TARGET, ends: Sequence[int] = (), beyond: bool = False) -> 
     return sample
 
 
-def judged(sampler: Sampler, law: Law = TARGET, **options: Any) -> Audit:
+def judged(sampler: Sampler, law: Distribution = TARGET, **options: Any) -> Audit:
     return audit(sampler, law, PROMPT, **{"samples": 2000, "length": LENGTH, **options})
 
 
@@ -175,7 +175,7 @@ def test_impossible_tokens_fail_at_once() -> None:
 def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
     odds = 1 / np.arange(1, 2001)
     odds /= odds.sum()
-    law: Law = lambda texts: np.stack([np.roll(odds, t[-1]) for t in texts])  # noqa: E731
+    law: Distribution = lambda texts: np.stack([np.roll(odds, t[-1]) for t in texts])  # noqa: E731
 
     def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
         shift = np.random.default_rng(seed).choice(2000, size=(n, 2), p=odds)
@@ -192,7 +192,7 @@ def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
         (plain(), TARGET, {"samples": 10}, "200"), (plain(), TARGET, {"length": 0}, "length"),
         (lambda prompt, n, seed: [[1]], TARGET, {}, "100 texts and returned 1"),
         (lambda prompt, n, seed: None, TARGET, {}, "NoneType"),
-        (plain(), lambda texts: TARGET(texts) * 2, {}, "sum to one"),
+        (plain(), lambda texts: TARGET(texts) * 2, {}, "not to 1"),
     ],
 )
 def test_what_cannot_be_judged_is_one_sentence(sampler, law, options, words) -> None:

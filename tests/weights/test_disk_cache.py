@@ -105,7 +105,7 @@ def test_damaged_weights_are_made_anew(
         made.clear()
         caplog.clear()
         assert text(folder, quantize="int8") == first and "_quantised" in made
-        assert "is damaged; it is made anew" in caplog.text
+        assert "is damaged; it is made again" in caplog.text
         made.clear()
         assert text(folder, quantize="int8") == first and made == []
 

@@ -105,7 +105,7 @@ class KVCache:
         return span
 
     def holds(self, nodes: int) -> bool:
-        """Whether so many nodes behind any row are surely within the capacity."""
+        """Whether so many nodes after any row are surely within the capacity."""
         return self._reach.longest + nodes <= self.capacity
 
     def reserve(self, nodes: int) -> int:
@@ -141,13 +141,13 @@ class KVCache:
 
     def take(self, row: Tensor, other: KVCache) -> None:
         """Put the one row of another cache of at most this capacity into row `row` [1]."""
-        for store, given in zip(self.tensors, other.tensors, strict=True):
-            front = (slice(None), *map(slice, given.shape[1:]))
-            store[front].index_copy_(0, row, given)
+        for store, source in zip(self.tensors, other.tensors, strict=True):
+            front = (slice(None), *map(slice, source.shape[1:]))
+            store[front].index_copy_(0, row, source)
         self.lengths.index_copy_(0, row, other.lengths)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, in front; a row may be repeated. The rows behind become
+        """Keep these rows, in this order, in front; a row may be repeated. The rows after become
         empty."""
         changed = [(new, old) for new, old in enumerate(rows) if new != old]
         if changed:
@@ -208,7 +208,7 @@ def _read(store: Tensor, slots: Tensor) -> Tensor:
 
 def key_depths(tree: TokenTree, lengths: Tensor, span: int) -> tuple[Tensor, Tensor]:
     """[B, S] of each slot: which node lies there (below 0: a committed token), and how many
-    positions behind `lengths` it is."""
+    positions after `lengths` it is."""
     node = torch.arange(span, device=lengths.device) - lengths[:, None]
     nodes = tree.tokens.shape[1]
     inside = (node >= 0) & (node < nodes)
@@ -233,11 +233,11 @@ def tree_mask(
     index = node.clamp(0, nodes - 1)[:, None].expand(-1, nodes - first, -1)
     sees = tree.ancestors[:, first:].gather(2, index) & inside[:, None]       # [B, n, S]
     sees = sees | (node < 0)[:, None]
-    own = tree.depths[:, first:, None]
+    depths = tree.depths[:, first:, None]
     if window is not None and chunked:
-        chunk = (lengths[:, None, None] + own) // window
+        chunk = (lengths[:, None, None] + depths) // window
         sees = sees & ((lengths[:, None] + depth)[:, None] // window == chunk)
     elif window is not None:
-        sees = sees & (own - depth[:, None] < window)
+        sees = sees & (depths - depth[:, None] < window)
     mask = torch.zeros(sees.shape, dtype=dtype, device=lengths.device)
     return mask.masked_fill_(~sees, torch.finfo(dtype).min)[:, None]

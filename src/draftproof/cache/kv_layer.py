@@ -56,7 +56,7 @@ class KVLayer:
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
-        """All that is stored, [B, heads, capacity, ...] each; what makes a layer anew."""
+        """All that is stored, [B, heads, capacity, ...] each; what makes a layer again."""
         return tuple(getattr(self, name) for name in self.names)
 
     def rows(self, start: int, stop: int) -> Self:
@@ -115,7 +115,7 @@ class Int8Layer(KVLayer):
     capacity, 1].
 
     What a token's keys and values become depends on them alone, not on their slot nor on what was
-    written beside them: trees, moves and rollbacks are as exact as with the plain cache.
+    written next to them: trees, moves and rollbacks are as exact as with the plain cache.
     """
 
     names = ("keys", "values", "key_scales", "value_scales")
@@ -130,7 +130,7 @@ class Int8Layer(KVLayer):
     ) -> Self:
         """Codes of one byte each, scales in the model's dtype. Zeroed, as the plain layer."""
         codes = KVLayer.empty(shape, rows, capacity, torch.int8, device).stores
-        return cls(*codes, *(one.new_zeros(*one.shape[:3], 1, dtype=dtype) for one in codes))
+        return cls(*codes, *(code.new_zeros(*code.shape[:3], 1, dtype=dtype) for code in codes))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -159,7 +159,7 @@ class Int8Layer(KVLayer):
 
 
 class Fp8Layer(Int8Layer):
-    """Codes are floats of three bits behind the point (e4m3), held as bytes: small numbers keep
+    """Codes are floats of three bits after the point (e4m3), held as bytes: small numbers keep
     their precision."""
 
     most = 448.0

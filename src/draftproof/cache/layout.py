@@ -26,7 +26,7 @@ FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, Attribute
 class Layout(NamedTuple):
     """What a model stores.
 
-    states: of each layer, beside keys and values. windows: kind of attention → window or chunk.
+    states: of each layer, besides keys and values. windows: kind of attention → window or chunk.
     dtype: of keys and values. cache_name: what its forward calls the cache.
     """
 
@@ -74,10 +74,10 @@ def context_of(config: Any) -> int:
     names = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
     context = next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
     limits = []
-    for one in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
-        if one.get("rope_type") in ("dynamic", "longrope"):
-            limit = one.get("original_max_position_embeddings") or context
-            limits.append((limit, f"positions are rescaled ({one['rope_type']} rope)"))
+    for settings in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):
+        if settings.get("rope_type") in ("dynamic", "longrope"):
+            limit = settings.get("original_max_position_embeddings") or context
+            limits.append((limit, f"positions are rescaled ({settings['rope_type']} rope)"))
     if getattr(config, "attn_temperature_tuning", False):
         limits.append((int(config.floor_scale) - 1, "queries are scaled (floor_scale)"))
     window = "sliding_window" if config.model_type == "moshi" else "keep_window_size"

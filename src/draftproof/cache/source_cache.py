@@ -1,4 +1,4 @@
-"""The cache of an encoder–decoder: beside keys and values of the text, those that attention over
+"""The cache of an encoder–decoder: besides keys and values of the text, those that attention over
 the encoder's output takes of each row, computed once.
 
 They belong to a row and not to its text: nothing is committed to them or rolled back.
@@ -38,13 +38,13 @@ class _Sources:
     def put(self, row: int, states: Sequence[Tensor]) -> None:
         """Let a row have these, [1, heads, s, dim] each."""
         if not self.stores:
-            self.stores = [one[:, :, :0].repeat(len(self.sizes), 1, 1, 1) for one in states]
+            self.stores = [state[:, :, :0].repeat(len(self.sizes), 1, 1, 1) for state in states]
         self.sizes[row] = size = states[0].shape[2]
         more = size - self.stores[0].shape[2]
         if more > 0:
             self.stores = [F.pad(store, (0, 0, 0, more)) for store in self.stores]
-        for store, one in zip(self.stores, states, strict=True):
-            store[row] = F.pad(one[0], (0, 0, 0, store.shape[2] - size))    # NaN would pass a mask
+        for store, state in zip(self.stores, states, strict=True):
+            store[row] = F.pad(state[0], (0, 0, 0, store.shape[2] - size))  # NaN would pass a mask
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, in front."""
@@ -66,9 +66,9 @@ class SourceCache(KVCache):
     @classmethod
     def around(cls, plain: KVCache) -> SourceCache:
         """This empty cache, whose rows have no source yet."""
-        own = cls(plain.layers, plain.lengths, plain.capacity)
-        own.sources = _Sources([0] * len(plain.lengths))
-        return own
+        cache = cls(plain.layers, plain.lengths, plain.capacity)
+        cache.sources = _Sources([0] * len(plain.lengths))
+        return cache
 
     def put(self, row: int, states: Sequence[Tensor]) -> None:
         """Let a row of this view attend to these keys and values, layer by layer."""

@@ -31,7 +31,7 @@ longer."""
 class Block(NamedTuple):
     """What is read in one pass, the same number of tokens in every row.
 
-    tokens: [B, L], junk behind those that are there. start: [B] their first positions. skipped: [B]
+    tokens: [B, L], junk after those that are there. start: [B] their first positions. skipped: [B]
     on the host, how many come before the first node that was asked for.
     """
 
@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """States that a read went through, layer by layer: behind how many nodes of each row's tree [B]
+    """States that a read went through, layer by layer: after how many nodes of each row's tree [B]
     (0: none of this row)."""
 
     nodes: Tensor
@@ -81,11 +81,11 @@ class StateCache(KVCache):
     ) -> StateCache:
         """Storage of layers of these shapes, states in some."""
         layers = list[Layer]()
-        for shape, own in zip(shapes, states, strict=True):
+        for shape, layer_states in zip(shapes, states, strict=True):
             keys = empty_layer(shape, rows, capacity, dtype, device, layer)
-            if own:
-                made = tuple(state.empty(rows, device) for state in own)
-                two = (own, made)
+            if layer_states:
+                made = tuple(state.empty(rows, device) for state in layer_states)
+                two = (layer_states, made)
                 keys = HybridLayer(*two, keys) if isinstance(keys, KVLayer) else StateLayer(*two)
             layers.append(keys)
         lengths = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -97,7 +97,7 @@ class StateCache(KVCache):
         """States are moved by torch's operators."""
 
     def fitted(self, tree: TokenTree) -> TokenTree:
-        """The chains without the nodes that do not fit into a block behind what waits."""
+        """The chains without the nodes that do not fit into a block after what waits."""
         nodes = tree.tokens.shape[1]
         room = max(BLOCK, nodes) - self.waiting
         if nodes <= int(room.min()):
@@ -132,11 +132,13 @@ class StateCache(KVCache):
         return Block(self.text.gather(1, slots), start, skipped)
 
     def was_read(self, block: Block, first: int) -> None:
-        """Note the states behind a block, in rows where they are those behind a node."""
+        """Note the states after a block, in rows where they are those after a node."""
         ends = block.tokens.shape[1] - block.skipped + first
         nodes = torch.where((ends > 0) & (ends <= self._reads.present), ends, 0)
         if bool(nodes.any()):
-            self._reads.marks.append(_Mark(nodes, [layer.found() for layer in self._stateful]))
+            self._reads.marks.append(
+                _Mark(nodes, [layer.take_states() for layer in self._stateful])
+            )
 
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit `count` [B] nodes of chains: states move on as far as some are known."""
@@ -185,5 +187,5 @@ class StateCache(KVCache):
             return
         index = rows.to(self.lengths.device)
         for layer, states in zip(self._stateful, mark.states, strict=True):
-            for own, new in zip(layer.states, states, strict=True):
-                own.index_copy_(0, index, new.index_select(0, index).to(own.dtype))
+            for store, new in zip(layer.states, states, strict=True):
+                store.index_copy_(0, index, new.index_select(0, index).to(store.dtype))

@@ -44,11 +44,11 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         """Let the next forward go on from these, which it does not change."""
         for shape, state in zip(self.shapes, states, strict=True):
             # single steps of some families write into the recurrent state
-            own = self.conv_states if shape.kind == "conv" else self.recurrent_states
-            own[shape.number] = state if shape.kind == "conv" else state.clone()
+            store = self.conv_states if shape.kind == "conv" else self.recurrent_states
+            store[shape.number] = state if shape.kind == "conv" else state.clone()
 
-    def found(self) -> tuple[Tensor, ...]:
-        """The states behind what the last forward read, which are the caller's from now on."""
+    def take_states(self) -> tuple[Tensor, ...]:
+        """The states after what the last forward read, which are the caller's from now on."""
         kinds = {"conv": self.conv_states, "recurrent": self.recurrent_states}
         states = [kinds[shape.kind].pop(shape.number) for shape in self.shapes]
         return tuple(state for state in states if state is not None)
@@ -59,9 +59,9 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         """Inputs [B, channels, W] with those before them."""
         before = self.conv_states[state_idx]
         assert before is not None
-        whole = torch.cat([before, conv_states.to(before.dtype)], -1)
-        self.conv_states[state_idx] = whole[..., -before.shape[-1] :]
-        return whole
+        joined = torch.cat([before, conv_states.to(before.dtype)], -1)
+        self.conv_states[state_idx] = joined[..., -before.shape[-1] :]
+        return joined
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object
@@ -76,7 +76,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
 
 class HybridLayer(StateLayer, CacheLayerMixin):
-    """States, and keys and values beside them."""
+    """States, and keys and values with them."""
 
     is_compileable = True
     is_sliding = False

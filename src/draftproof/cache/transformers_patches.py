@@ -50,7 +50,7 @@ def placed(place: Place | None) -> Iterator[None]:
 def patch_decoder(model: PreTrainedModel) -> bool:
     """Correct ALiBi (Bloom, Falcon), and Mamba's scan; whether a model has to know the place
     of a read."""
-    files = [sys.modules[name] for name in {type(one).__module__ for one in model.modules()}]
+    files = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()}]
     _wrap(files, "mamba_selective_scan", _going_on)
     alibi = _wrap(files, "build_alibi_tensor", _by_place(_alibi))
     return alibi and bool(getattr(model.config, "alibi", True))
@@ -65,26 +65,28 @@ def patch_encoder_decoder(decoder: Any) -> None:
 
 def _wrap(owners: Collection[Any], name: str, around: Callable[[Any], Any]) -> bool:
     """Wrap what these have by this name, unless it is already; return whether any has it."""
-    found = [owner for owner in owners if hasattr(owner, name)]
-    for owner in found:
+    patched = [owner for owner in owners if hasattr(owner, name)]
+    for owner in patched:
         inner = getattr(owner, name)
         if not hasattr(inner, _MARK):
             outer = around(inner)
             setattr(outer, _MARK, True)
             setattr(owner, name, outer)
-    return bool(found)
+    return bool(patched)
 
 
 def _by_place(instead: Callable[..., Any]) -> Callable[[Any], Any]:
     """During a read, `instead` is asked with its place and the function itself in front."""
 
-    def around(own: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(own)
-        def placed_or_own(*args: Any, **kwargs: Any) -> Any:
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def placed_or_original(*args: Any, **kwargs: Any) -> Any:
             place = _PLACE.get()
-            return own(*args, **kwargs) if place is None else instead(place, own, *args, **kwargs)
+            if place is None:
+                return original(*args, **kwargs)
+            return instead(place, original, *args, **kwargs)
 
-        return placed_or_own
+        return placed_or_original
 
     return around
 
@@ -98,33 +100,36 @@ def _alibi(place: Place, build: Any, mask: Tensor, heads: int, dtype: torch.dtyp
     return by_key
 
 
-def _embedded(place: Place, embed: Any, own: Any, first: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _embedded(
+    place: Place, embed: Any, module: Any, first: Any, *args: Any, **kwargs: Any
+) -> Tensor:
     """Of the embeddings of all positions, those of each node; decoders give tokens, their
     embeddings, or their shape."""
     length, nodes = min(place.keys.shape[1], place.context), place.nodes
     if not isinstance(first, Tensor):
-        return embed(own, torch.Size((1, length))).reshape(length, -1)[nodes]
+        return embed(module, torch.Size((1, length))).reshape(length, -1)[nodes]
     if first.is_floating_point():
-        found: Tensor = embed(own, first[:1, :1].expand(1, length, -1))[0][nodes]
-        return found
+        rows: Tensor = embed(module, first[:1, :1].expand(1, length, -1))[0][nodes]
+        return rows
     if "position_ids" in inspect.signature(embed).parameters:
         every = torch.arange(length, device=nodes.device)
-        return embed(own, first, position_ids=every).reshape(length, -1)[nodes]
-    filled = first.new_full((1, length), own.padding_idx + 1)           # padding has no position
-    table = embed(own, filled).reshape(length, -1)[nodes]
-    pad = embed(own, first.new_full((1, 1), own.padding_idx)).reshape(-1)
-    return torch.where((first == own.padding_idx)[..., None], pad, table)
+        return embed(module, first, position_ids=every).reshape(length, -1)[nodes]
+    filled = first.new_full((1, length), module.padding_idx + 1)           # padding has no position
+    table = embed(module, filled).reshape(length, -1)[nodes]
+    pad = embed(module, first.new_full((1, 1), module.padding_idx)).reshape(-1)
+    return torch.where((first == module.padding_idx)[..., None], pad, table)
 
 
 def _biased(
-    place: Place, bias: Any, own: Any, query_length: int, key_length: int, *args: Any, **kwargs: Any
-) -> Tensor:
+    place: Place, bias: Any, module: Any, query_length: int, key_length: int, *args: Any,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Of the bias by distance, that between each node and each key."""
     last = key_length - 1
-    by_distance = bias(own, 1, key_length, past_seen_tokens=last)[0, :, 0]              # [H, S]
+    by_distance = bias(module, 1, key_length, past_seen_tokens=last)[0, :, 0]              # [H, S]
     back = last - place.nodes[..., None] + place.keys[:, None]                          # [B, N, S]
-    found: Tensor = by_distance[:, back.clamp(0, last)].transpose(0, 1)
-    return found
+    rows: Tensor = by_distance[:, back.clamp(0, last)].transpose(0, 1)
+    return rows
 
 
 class HandedStates(dict[int, Any]):
@@ -145,7 +150,7 @@ def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:
     """Mamba 1's scan of inputs [B, I, L] from the state handed, [B, I, S].
 
     transformers 5 starts it from zero unless a single token is read. It is linear in its state, so
-    what the state adds is added behind it.
+    what the state adds is added after it.
     """
 
     @wraps(scan)

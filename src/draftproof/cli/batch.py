@@ -167,7 +167,7 @@ class Batch:
         )
 
     def _order(self, rows: Mapping[int, bytes]) -> None:
-        """Write all rows anew, in the order of the input."""
+        """Write all rows again, in the order of the input."""
         ordered = self.out.with_name(self.out.name + ".ordered")
         ordered.write_bytes(b"".join(rows[index] + b"\n" for index in range(len(rows))))
         ordered.replace(self.out)

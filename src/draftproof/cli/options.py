@@ -98,7 +98,7 @@ SAMPLING = [
     _sampling("logprobs", bool, None, "With --json or --out: log-probability of each token."),
     _sampling("top_logprobs", int, "N", "With --logprobs: the N likeliest tokens in its place."),
 ]
-"""Of `Sampling`, which lives beside torch: `--help` does not wait for it."""
+"""Of `Sampling`, whose module imports torch: `--help` does not wait for it."""
 OPTIONS = {"engine": options_of(EngineConfig), "sampling": SAMPLING}
 """By group of `with_options`."""
 

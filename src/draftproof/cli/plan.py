@@ -90,5 +90,5 @@ def _logs(file: Path, plain: Engine, chat: bool) -> list[Text]:
             if end - prompt > 1 and end < plain.target.context:
                 found.append(Text(tokens[:end], prompt, plain.sampling))
     if not found:
-        raise BadInput(f"{file} has no text behind a prompt; give rows with prompt and completion")
+        raise BadInput(f"{file} has no text after a prompt; give rows with prompt and completion")
     return found

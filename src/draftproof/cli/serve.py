@@ -41,7 +41,7 @@ Drain = Annotated[float, _option("Seconds that running requests may go on after 
 Key = Annotated[str | None, _option(f"Key that clients must send, or {KEY_VARIABLE}.")]
 Keys = Annotated[Path | None, _option("File of such keys, one a line.", metavar="FILE")]
 Origins = Annotated[list[str] | None, _option(
-    "Web pages that may use the server, beside those of this machine: https://NAME, or '*'; "
+    "Web pages that may use the server, besides those of this machine: https://NAME, or '*'; "
     "repeatable.", metavar="ORIGIN")]
 Hosts = Annotated[list[str] | None, _option(
     "Names that clients know this machine by; repeatable. On a loopback address others are "

@@ -100,7 +100,7 @@ def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[st
     """The settings a text came from, for JSON: what was asked, what was chosen, the sampling."""
     target, sampling = engine.target, vars(wanted).items()
     return {
-        **config.given(),
+        **config.explicit_options(),
         "drafter": engine.drafter.name, "draft_tokens": engine.budget.most,
         "budget": type(engine.budget).__name__.lower(), "acceptance": engine.acceptance,
         "quantised": lost(engine), "dtype": str(target.dtype).removeprefix("torch."),

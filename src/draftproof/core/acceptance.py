@@ -75,7 +75,7 @@ def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
     by rejection.
 
     Sun et al. (2403.10444), algorithm 2: with P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), the first
-    i tokens are accepted with probability at least P_i; the token behind them is drawn from
+    i tokens are accepted with probability at least P_i; the token after them is drawn from
     max(P_i p_{i+1} - q_{i+1}, 0).
     """
     if not tree.is_chain:
@@ -93,8 +93,8 @@ def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
         rest = _residual(weight, probs[:, node], drafts, node)
         mass = rest.sum(-1)
         last = ~tree.present[:, node + 1] if node + 1 < nodes else torch.ones_like(there)
-        whole = mass + 1 - weight
-        ratio = torch.where(whole > 0, mass / whole.clamp(min=_TINY), 1)            # 0/0 is 1
+        total = mass + 1 - weight
+        ratio = torch.where(total > 0, mass / total.clamp(min=_TINY), 1)            # 0/0 is 1
         ratio = torch.where(last, weight, ratio)
         accepted = there & chance.flip(torch.where(there, ratio, 0), node)
         here = torch.where(accepted, node, here)
@@ -145,7 +145,7 @@ def _draft_probs(tree: TokenTree) -> Tensor:
 
 
 def _residual(weight: Tensor, target: Tensor, drafts: Tensor, node: int) -> Tensor:
-    """[B, V] max(P p - q, 0) behind `node`; q is zero where nothing was drafted: P p remains."""
+    """[B, V] max(P p - q, 0) after `node`; q is zero where nothing was drafted: P p remains."""
     if node + 1 == drafts.shape[1]:
         return target
     return (weight[:, None] * target - drafts[:, node + 1]).clamp(min=0)

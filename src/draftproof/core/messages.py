@@ -40,8 +40,8 @@ class Features:
     """What the target computed over whole texts, for a draft head to learn from.
 
     tokens: [B, S] the texts. hidden: [B, S, T, H] at the layers asked for. weights: [B, S] how much
-    each token counts as something to foretell; 0 for prompts and padding. logits: [B, S, V] of the
-    target behind each token, or None.
+    each token counts as a prediction target; 0 for prompts and padding. logits: [B, S, V] of the
+    target after each token, or None.
     """
 
     tokens: Tensor
@@ -68,8 +68,8 @@ class Accepted:
 
     def select(self, rows: Tensor) -> Accepted:
         """What these rows [B] accepted, in this order."""
-        own = (self.nodes, self.count, self.root)
-        nodes, count, root = (part.index_select(0, rows) for part in own)
+        parts = (self.nodes, self.count, self.root)
+        nodes, count, root = (part.index_select(0, rows) for part in parts)
         distance = self.distance.index_select(0, rows) if self.distance is not None else None
         return Accepted(nodes, count, root, distance)
 
@@ -103,7 +103,7 @@ class Frontier:
 
 
 class Successors(NamedTuple):
-    """What the target found likeliest behind each node: tokens [b, N, k], and their logits."""
+    """What the target found likeliest after each node: tokens [b, N, k], and their logits."""
 
     tree: TokenTree
     tokens: Tensor
@@ -121,7 +121,7 @@ class Commit:
     """What became true of `rows`: tokens [b, D] at `nodes` [b, D] of the tree, `count` [b] of them.
 
     hidden: [b, D, T, H] the target's states at these tokens, at the drafter's layers; or None.
-    successors: what came out behind every node read, if the drafter asks and the budget does
+    successors: what came out after every node read, if the drafter asks and the budget does
         not rest, but for prompts; or None.
     The first commit of a new row is its prompt, in one or more pieces.
     """
@@ -153,7 +153,7 @@ class Commit:
 
 
 def append_tokens(text: Tensor, position: Tensor, tokens: Tensor, accepted: Accepted) -> Tensor:
-    """Write accepted `tokens` [B, D], root first, and the next root into text [B, capacity] behind
+    """Write accepted `tokens` [B, D], root first, and the next root into text [B, capacity] after
     the old root at `position` [B]; return what was written, [B, D], the next root at count - 1."""
     new = torch.cat([tokens[:, 1:], accepted.root[:, None]], 1)
     new = new.scatter(1, accepted.count[:, None] - 1, accepted.root[:, None])

@@ -18,7 +18,7 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
 class RuleRequest(NamedTuple):
-    """What a rule on logits may depend on, beside the text: its request. encoded: what an encoder
+    """What a rule on logits may depend on, besides the text: its request. encoded: what an encoder
     reads, else the prompt."""
 
     prompt: Sequence[int]
@@ -195,9 +195,9 @@ def _all(part: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda values: _is_list(values) and all(map(part, values))
 
 
-def _number(low: float, high: float = 1e30, whole: bool = False) -> Callable[[Any], bool]:
+def _number(low: float, high: float = 1e30, integral: bool = False) -> Callable[[Any], bool]:
     """Whether something is a number, from low to high; larger ones are lost in float32."""
-    kind = Integral if whole else Real
+    kind = Integral if integral else Real
 
     def check(value: Any) -> bool:
         is_number = isinstance(value, kind) and not isinstance(value, bool)
@@ -207,7 +207,7 @@ def _number(low: float, high: float = 1e30, whole: bool = False) -> Callable[[An
 
 
 def _count(low: int = 0, high: int = 10**9) -> tuple[Callable[[Any], bool], str]:
-    return _number(low, high, whole=True), f"a whole number from {low} to {high}"
+    return _number(low, high, integral=True), f"a whole number from {low} to {high}"
 
 
 _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -218,7 +218,7 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repetition_penalty": (_number(1e-30), "a number from 1e-30 to 1e30"),
     "presence_penalty": (_number(-1e30), "a number"),
     "frequency_penalty": (_number(-1e30), "a number"),
-    "seed": (_number(-inf, inf, whole=True), "a whole number"),
+    "seed": (_number(-inf, inf, integral=True), "a whole number"),
     **dict.fromkeys(("top_k", "no_repeat_ngram", "min_new_tokens"), _count()),
     **dict.fromkeys(("max_new_tokens", "max_length"), _count(1, 10**18)),
     "logprobs": (lambda value: isinstance(value, bool), "true or false"),

@@ -13,13 +13,13 @@ from draftproof.core.tree import TokenTree
 
 @dataclass(frozen=True)
 class Prefix:
-    """What is true of each row: the committed tokens and, behind them, the root.
+    """What is true of each row: the committed tokens and, after them, the root.
 
     tokens: [B, capacity] int64; ``tokens[b, position[b]]`` is the root, beyond it lies scratch.
     position: [B] int64, the root's place: the number of committed tokens.
     ahead: how far a draft may reach beyond the root; the round's noise is made for all of it.
     longest: no row has more committed tokens; as far as the host knows, the capacity otherwise.
-    roots: [B] the roots, where they are known beside the text.
+    roots: [B] the roots, where they are known apart from the text.
     """
 
     tokens: Tensor

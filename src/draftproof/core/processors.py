@@ -81,7 +81,7 @@ class LogitsProcessors:
 
     @cached_property
     def reads_text(self) -> bool:
-        """Whether a choice depends on which tokens stand before it, beside what the logits say."""
+        """Whether a choice depends on which tokens stand before it, besides what the logits say."""
         rules = [rule for row in self.rows for rule, _ in row.logits_rules]
         return any(row.banned for row in self.rows) or any(rule.reads_text for rule in rules) or (
             self._any("repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -181,9 +181,9 @@ class LogitsProcessors:
         """
         scores, lengths = scores.clone(), paths.lengths.tolist()
         for row, params in enumerate(self.rows):
-            asked = [(rule.reads_text, processor) for rule, processor in params.logits_rules]
-            asked += [(True, processor) for processor in params.sampling.processors]
-            for reads_text, processor in asked:
+            rules = [(rule.reads_text, processor) for rule, processor in params.logits_rules]
+            rules += [(True, processor) for processor in params.sampling.processors]
+            for reads_text, processor in rules:
                 if not reads_text:
                     scores[row] = processor(paths.sequences[row, :, :1], scores[row].clone())
                     continue

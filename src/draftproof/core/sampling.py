@@ -30,7 +30,7 @@ class Chance(Protocol):
         ...
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
-        """[B] a token drawn in proportion to `weights` [B, V], behind a node of `depth` [B]."""
+        """[B] a token drawn in proportion to `weights` [B, V], after a node of `depth` [B]."""
         ...
 
 
@@ -48,10 +48,10 @@ class Sampler(LogitsProcessors):
         self.ops = ops
         seeds = [row.sampling.seed for row in rows]
         self.keys = noise.row_keys(seeds, [row.sample for row in rows], device)
-        given = [row.sampling.temperature for row in rows]
-        self.greedy = not any(given)
+        temperatures = [row.sampling.temperature for row in rows]
+        self.greedy = not any(temperatures)
         # [B, 1] what logits are divided by; 1 in greedy rows
-        divisors = [temperature or 1.0 for temperature in given]
+        divisors = [temperature or 1.0 for temperature in temperatures]
         self.temperatures = torch.tensor(divisors, dtype=torch.float32, device=device)[:, None]
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
         self._ahead = 1 if len(rows) > 1 else AHEAD     # batches change: they begin with little
@@ -82,9 +82,9 @@ class Sampler(LogitsProcessors):
         if not self.some_greedy:
             return probs
         best = argmax_token(scores)[..., None]
-        one = torch.zeros_like(probs).scatter_(-1, best.clamp(min=0), 1.0)
-        one.masked_fill_(best == NO_TOKEN, torch.nan)           # as of softmax
-        return torch.where(self.greedy_rows, one, probs)
+        best_only = torch.zeros_like(probs).scatter_(-1, best.clamp(min=0), 1.0)
+        best_only.masked_fill_(best == NO_TOKEN, torch.nan)           # as of softmax
+        return torch.where(self.greedy_rows, best_only, probs)
 
     def gumbel_logits(self, logits: Tensor, paths: Paths, role: Role) -> Tensor:
         """[B, N, V] processed logits plus keyed Gumbel noise: argmax is a draw, top-k draws without
@@ -124,7 +124,7 @@ class Sampler(LogitsProcessors):
     def draft_sampling(
         self, prefix: Prefix, steps: int, vocab: int, floor: float, scale: float = 1.0
     ) -> DraftSampling | None:
-        """What `best` goes by for `steps` tokens behind the root; None where kernels know less.
+        """What `best` goes by for `steps` tokens after the root; None where kernels know less.
 
         floor: the chance below which no row's draft goes on. scale: see `confidence`.
         """
@@ -150,7 +150,7 @@ class Sampler(LogitsProcessors):
         return noises, roots[:, None] + paths.tree.depths[:, paths.first : paths.first + nodes]
 
     def _kept_noise(self, prefix: Prefix, depth: int, vocab: int) -> tuple[Tensor, Tensor]:
-        """The noise of the target's choices [B, D, V], and which of it, flat, is that behind each
+        """The noise of the target's choices [B, D, V], and which of it, flat, is that after each
         root [B]: made for more positions than a round needs, and kept as long as it reaches."""
         ahead, positions, kept = max(prefix.ahead, depth), prefix.position.tolist(), self._kept
         moved = list(map(sub, positions, kept.positions)) if kept is not None else []
@@ -179,7 +179,7 @@ class Sampler(LogitsProcessors):
         return noises
 
     def _made(self, position: Tensor, reach: int, role: Role, vocab: int) -> Tensor:
-        """[B, reach, V] noise of the choices behind roots at `position` [B]."""
+        """[B, reach, V] noise of the choices after roots at `position` [B]."""
         places = position[:, None] + 1 + torch.arange(reach, device=self.device)
         origin = None if role is Role.TARGET else position[:, None].expand_as(places)
         noises = self.ops.run(noise.gumbel, self.streams(role, places, origin), vocab)
@@ -209,7 +209,7 @@ class KeyedChance:
 class DraftSampling(NamedTuple):
     """By what the next tokens of a chain are chosen where only temperatures are asked for.
 
-    noise: [., V] float32, of which `places` [rows] names that behind each root; None, and None, if
+    noise: [., V] float32, of which `places` [rows] names that after each root; None, and None, if
         all rows are greedy.
     temperatures, confidence_scales: [rows, 1] what logits are divided by, and what scores are
         multiplied by before a softmax makes them chances.
@@ -238,7 +238,7 @@ def best_tokens(
 
 
 class _KeptNoise(NamedTuple):
-    """Noise [B, D, V] from roots at `positions` on. starts: [B] which of it, flat, is that behind a
+    """Noise [B, D, V] from roots at `positions` on. starts: [B] which of it, flat, is that after a
     root at position 0."""
 
     positions: list[int]

@@ -130,9 +130,9 @@ class TokenTree:
         same = (self.texts[:, :, None] == self.texts[:, None]).all(-1)
         best = torch.where(same, confidence[:, None], 0).amax(2)
         first = same.to(torch.uint8).argmax(2)                  # [B, N] node with the same text
-        own = first == torch.arange(best.shape[1], device=best.device)
+        is_first = first == torch.arange(best.shape[1], device=best.device)
         parents = first.gather(1, self.parents.clamp(min=0))
-        chances = torch.where(own, best, 0)
+        chances = torch.where(is_first, best, 0)
         return self.likeliest(self.tokens, parents, chances, nodes, self.depth_limit)
 
     def within_budget(self, nodes: int) -> TokenTree:
@@ -166,12 +166,12 @@ class TokenTree:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """[B] nodes behind the root that are there; on the host."""
+        """[B] nodes after the root that are there; on the host."""
         return [len(tokens) - 1 - tokens.count(ABSENT) for tokens in self.tokens.tolist()]
 
     @cached_property
     def drafted(self) -> Tensor:
-        """[B, 2] how many nodes behind the root are there, and how deep these go."""
+        """[B, 2] how many nodes after the root are there, and how deep these go."""
         reach = torch.where(self.present, self.depths, 0).amax(1)
         return torch.stack([self.present.sum(1) - 1, reach], 1)
 
@@ -196,12 +196,12 @@ class TokenTree:
         return self.form.depths if self.form is not None else self.ancestors.sum(-1) - 1
 
     def positions(self, lengths: Tensor, limit: int) -> Tensor:
-        """[B, N] where each node is, behind `lengths` [B] tokens, below `limit`."""
+        """[B, N] where each node is, after `lengths` [B] tokens, below `limit`."""
         return (lengths[:, None] + self.depths).clamp(max=limit - 1)
 
     @cached_property
     def texts(self) -> Tensor:
-        """[B, N, D] the tokens from the root to each node; NO_TOKEN behind them."""
+        """[B, N, D] the tokens from the root to each node; NO_TOKEN after them."""
         rows, nodes = self.tokens.shape
         place = torch.where(self.ancestors, self.depths[:, None], self.depth_limit + 1)
         text = self.tokens.new_full((rows, nodes, self.depth_limit + 2), NO_TOKEN)

@@ -133,7 +133,7 @@ def shape_form(shape: TreeShape, rows: int, device: torch.device) -> TreeForm:
     for node, parent in enumerate(shape.parents[1:], 1):
         sees[node] |= sees[parent]
     depths, parents = sees.sum(-1) - 1, torch.tensor(shape.parents, device=device)
-    each = (one.to(device).expand(rows, *one.shape) for one in (depths, sees))
+    each = (table.to(device).expand(rows, *table.shape) for table in (depths, sees))
     return TreeForm(parents.repeat(rows, 1), *each)
 
 

@@ -41,8 +41,8 @@ class Typical:
 
     def __post_init__(self) -> None:
         if not 0 < self.epsilon < 1 or not 0 < self.delta < inf:
-            given = f"typical acceptance had an epsilon of {self.epsilon!r}, a delta of"
-            raise BadInput(f"{given} {self.delta!r}; give one between 0 and 1, and one above 0")
+            values = f"typical acceptance had an epsilon of {self.epsilon!r}, a delta of"
+            raise BadInput(f"{values} {self.delta!r}; give one between 0 and 1, and one above 0")
 
     @property
     def rule(self) -> Rule:
@@ -50,7 +50,7 @@ class Typical:
         return Rule(self.accept, drawn=False)
 
     def accept(self, tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
-        """The longest typical path, and a root drawn from the target's distribution behind it.
+        """The longest typical path, and a root drawn from the target's distribution after it.
 
         The root has noise of its own: a drafter may have looked at the noise of the target's
         choice, and where its token was rejected that choice would no longer be distributed as p.
@@ -67,7 +67,7 @@ class Typical:
 def accept_by_typicality(
     tree: TokenTree, probs: Tensor, chance: Chance, typical: Typical
 ) -> Accepted:
-    """A node is accepted if it is typical behind its parent and all its ancestors are accepted; the
+    """A node is accepted if it is typical after its parent and all its ancestors are accepted; the
     deepest ends the path, of equally deep ones the one with the likeliest path.
 
     probs: [B, N, V] the target's distribution at every node; the next root is drawn from the last.

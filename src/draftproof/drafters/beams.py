@@ -14,7 +14,7 @@ from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.core.tree_shape import TreeForm
 
 Read = Callable[[TokenTree, int], Tensor]
-"""Logits [B, n, V] behind the nodes `first:` of a tree: the beams of one level at a time."""
+"""Logits [B, n, V] after the nodes `first:` of a tree: the beams of one level at a time."""
 
 
 def weighed(

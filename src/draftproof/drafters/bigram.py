@@ -27,7 +27,7 @@ from draftproof.native.trees import TreeBuffer
 
 Pairs = structure("Pairs")
 MOST = 128
-"""Bigrams kept of one first token, the commonest."""
+"""Bigrams kept of one first token, the most common."""
 PRIOR = 10.0
 """How many times each token is taken to have been seen before what usually comes."""
 WEIGHT = 0.7
@@ -38,8 +38,8 @@ class Bigrams(NamedTuple):
     """The gains of bigrams, in logarithms; those of one first token lie side by side.
 
     starts: [V + 1] int32, those of token a are starts[a] to starts[a + 1]. tokens, gains: [P] the
-    second tokens (int32), the commonest first, and log p(x | a) / p(x). rest: [V] the same for all
-    other tokens together. most: the most of one first token.
+    second tokens (int32), the most common first, and log p(x | a) / p(x). rest: [V] the same for
+    all other tokens together. most: the most of one first token.
     """
 
     starts: Tensor

@@ -46,7 +46,7 @@ NAMES: dict[str, dict[str, str]] = {
         # vLLM
         r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)": BLOCK,
         r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight": PROJECTION,
-        # TensorRT-LLM and NVIDIA ModelOpt, beside the target's tensors
+        # TensorRT-LLM and NVIDIA ModelOpt, next to the target's tensors
         r"(?:.+\.)?medusa_heads\.(\d+)\.medusa_layers\.(\d+)\.linear\.(weight|bias)": BLOCK,
         r"(?:.+\.)?medusa_heads\.(\d+)\.lm_head\.weight": PROJECTION,
         # FasterDecoding/Medusa and TGI: inside a merged model, or alone

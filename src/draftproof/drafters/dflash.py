@@ -1,12 +1,12 @@
 """DFlash (2602.06036): a block of tokens in one pass, from hidden states of several target layers.
 
 Keys and values of the text are made of the target's fused states and kept; the root and mask tokens
-behind it attend to them and to each other, and each place says what its token may be. Places do not
+after it attend to them and to each other, and each place says what its token may be. Places do not
 know each other's tokens, so what is drawn has the distribution of its place. Version 2 adds
 convolutions within the block, and a selector that weighs the likeliest tokens of a place by the one
 before.
 
-Published layouts: z-lab's, with its settings in `dflash_config` or beside it, whose layers are
+Published layouts: z-lab's, with its settings in `dflash_config` or next to it, whose layers are
 counted as outputs; and that of `speculators`, counted as inputs.
 """
 
@@ -93,7 +93,7 @@ class DFlash(FeatureDrafter):
         return (lengths[:, None] + places).clamp(max=self.network.vocabulary.context - 1)
 
     def _block(self, root: Tensor) -> Tensor:
-        """[B, block, H] the states of the roots [B, 1] and the masks behind them."""
+        """[B, block, H] the states of the roots [B, 1] and the masks after them."""
         cache, size = self.cache.rows(0, len(root)), self.scratch
         dtype = self.network.vocabulary.dtype
         span = cache.write_at(0, size)
@@ -159,7 +159,7 @@ class DFlashNet(Network):
     def forward(
         self, tokens: Tensor, positions: Tensor, mask: Callable[[bool], Mask], cache: KVCache
     ) -> Tensor:
-        """[B, N, H] the normed states of a block of tokens behind what the cache holds.
+        """[B, N, H] the normed states of a block of tokens after what the cache holds.
 
         mask: by causality, a function of the window."""
         hidden = self.embed(tokens)
@@ -186,7 +186,7 @@ class DFlashNet(Network):
         return over_vocabulary(logits, self.vocabulary.vocab_size, self.token_map)
 
     def given(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """[B, n, V] of a place with logits [B, V] and state [B, H], behind tokens [B, n]."""
+        """[B, n, V] of a place with logits [B, V] and state [B, H], after tokens [B, n]."""
         whole = logits[:, None].expand(-1, before.shape[1], -1)
         if self.candidate_selector is None:
             return whole
@@ -197,7 +197,7 @@ class DFlashNet(Network):
 
 
 def _causal(found: Published) -> list[bool]:
-    """Of each layer, whether a place of the block sees none behind it; the windows are set."""
+    """Of each layer, whether a place of the block sees none after it; the windows are set."""
     settings, windows = found.settings, found.layers.windows
     apart = settings["sliding_window_non_causal"]
     causal = [window is not None and not apart for window in windows]
@@ -237,7 +237,7 @@ def _convolved(hidden: Tensor, kernels: Tensor) -> Tensor:
 
 
 class Selector(nn.Module):
-    """What a token adds to the logit of one behind it, at a place: <A(a) * W h, B(b)>."""
+    """What a token adds to the logit of one after it, at a place: <A(a) * W h, B(b)>."""
 
     def __init__(self, vocab_size: int, size: int, rank: int) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(size, rank, bias=False)
 
     def forward(self, hidden: Tensor, before: Tensor, tokens: Tensor) -> Tensor:
-        """[B, n, K] for `tokens` [B, K] of a place with state [B, H] behind `before` [B, n]."""
+        """[B, n, K] for `tokens` [B, K] of a place with state [B, H] after `before` [B, n]."""
         context = self.predecessor_codebook[before] * self.hidden_projection(hidden)[:, None]
         return cast(Tensor, context @ self.successor_codebook[tokens].transpose(1, 2))
 

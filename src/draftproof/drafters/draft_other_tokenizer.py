@@ -3,7 +3,7 @@
 The draft reads the text in its own tokens, and that trip need not be faithful: what it drafts is
 judged as any other. Where drafts are drawn, or follow the target's noise, it drafts the tokens both
 share (token-level intersection): its logits are restricted to them, over the target's ids, so that
-what is attached is what was drawn from. Greedy chains are written freely and written anew in the
+what is attached is what was drawn from. Greedy chains are written freely and written again in the
 target's tokens. Neither model is changed.
 """
 
@@ -122,7 +122,7 @@ class OtherTokenizer(DraftModel):
         return super()._read_root(self.prefix, budget)
 
     def _freely(self, frontier: Frontier) -> TokenTree:
-        """The likeliest chain of the draft's own tokens, written anew in the target's."""
+        """The likeliest chain of the draft's own tokens, written again in the target's."""
         params = [SamplingParams(Sampling(), 0, (), ())] * len(self.rows)
         greedy, self.free.lag = Sampler(params, self.own.device, self.ops), self.lag
         tree = self.free.propose(replace(frontier, prefix=self.prefix, sampler=greedy, most=0))

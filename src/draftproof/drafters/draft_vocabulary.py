@@ -42,7 +42,7 @@ class TokenTable:
                     else bytes_of(token, byte_level))
             self.bytes_of[index] = text
             if text and index not in self._special:
-                self.ids[text] = index                  # a letter comes behind its byte
+                self.ids[text] = index                  # a letter comes after its byte
         self._begins = codec.encode("")[:1]
 
     def is_special(self, token: int) -> bool:

@@ -2,7 +2,7 @@
 MTP and DFlash share.
 
 Keys and values of the text are made of what the target made of it; those of drafted tokens are
-never kept. A search weighs nodes by what the network says behind them, and the likeliest of all are
+never kept. A search weighs nodes by what the network says after them, and the likeliest of all are
 the draft (EAGLE-2, 2406.16858); where tokens are drawn it is a chain.
 """
 
@@ -75,7 +75,7 @@ class FeatureDrafter(Drafter):
 
     reads_every_state = True
     scratch = 1
-    """Tokens that it reads behind a text beyond those of the draft."""
+    """Tokens that it reads after a text beyond those of the draft."""
 
     def __init__(self, network: Network, name: str, deepest: int) -> None:
         self.network, self.name, self.deepest = network, name, deepest
@@ -98,7 +98,7 @@ class FeatureDrafter(Drafter):
 
     @abstractmethod
     def reader(self, frontier: Frontier) -> tuple[beams.Read, int]:
-        """What says the logits behind nodes of a draft, level by level, and how many there are."""
+        """What says the logits after nodes of a draft, level by level, and how many there are."""
 
     def propose(self, frontier: Frontier) -> TokenTree:
         longest = frontier.prefix.longest
@@ -155,7 +155,7 @@ class PairDrafter(FeatureDrafter):
 
     def reader(self, frontier: Frontier) -> tuple[beams.Read, int]:
         rows, budget = len(frontier.prefix.root), frontier.budget
-        made = list[Tensor]()                                   # features behind nodes, by level
+        made = list[Tensor]()                                   # features after nodes, by level
 
         def read(tree: TokenTree, first: int) -> Tensor:
             before = self.last[:rows, None]
@@ -171,7 +171,7 @@ class PairDrafter(FeatureDrafter):
     def _read(
         self, cache: KVCache, features: Tensor, tree: TokenTree, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """What is made of the nodes `first:` of a tree behind these features."""
+        """What is made of the nodes `first:` of a tree after these features."""
         like, nodes = self.network.vocabulary, tree.tokens.shape[1]
         span = cache.write_at(first, nodes)
         positions = (tree.positions(cache.lengths, like.context) - 1).clamp(min=0)[:, first:]

@@ -1,4 +1,4 @@
-"""Medusa: heads beside the target's own, each predicting one token further (arXiv 2401.10774).
+"""Medusa: heads next to the target's own, each predicting one token further (arXiv 2401.10774).
 
 `Head` is section 2.1.1. All heads read the hidden state of the last committed token; a tree pairs
 their choices (section 2.1.2): the likeliest paths of each round, or a published tree. Bigrams,

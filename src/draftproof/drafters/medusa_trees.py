@@ -9,7 +9,7 @@ head 0, then the second of head 1, then the third of head 2. The first n words a
 from __future__ import annotations
 
 DYNAMIC = "dynamic"
-"""The name of the tree that is drawn anew in every round."""
+"""The name of the tree that is drawn again in every round."""
 
 _WORDS = {
     "mc_sim_7b_63": """

@@ -3,7 +3,7 @@
 
     x = proj([norm(embedding of t + 1), norm(h_t)]);  h'_t = norm(layer(x));  logits = head(h'_t)
 
-h_t is the target's last state, behind its final norm; behind a drafted token it is h' of the token
+h_t is the target's last state, after its final norm; after a drafted token it is h' of the token
 before: the one layer drafts again and again. Embeddings and head are the target's. The layer is of
 the class of the target's own last one.
 """
@@ -38,9 +38,9 @@ class MTPLayout(NamedTuple):
     """How a family names the tensors, and what it pairs.
 
     prefix: a pattern of what all names begin with, {L} the number of the model's layers, {N} that
-    of the layer for prediction. names: our names by those behind the prefix. layer: what our names
+    of the layer for prediction. names: our names by those after the prefix. layer: what our names
     begin with that are not among these. hidden_first: the state comes first in what is projected.
-    first_zero: the embedding behind the first token is zero.
+    first_zero: the embedding after the first token is zero.
     """
 
     prefix: str

@@ -2,7 +2,7 @@
 
 A. Saxena, "Prompt Lookup Decoding" (2023); transformers' ``prompt_lookup_num_tokens``. Ours finds
 the longest matches, the most recent first among equals, for all rows at once, and drafts a tree of
-what followed them. The text is searched anew in every round: there is nothing to keep in step.
+what followed them. The text is searched again in every round: there is nothing to keep in step.
 
 Shape letters beyond the usual: L longest match, W matches, K tokens drafted from each.
 """

@@ -19,7 +19,7 @@ from draftproof.weights.packed_linear import pack_linears
 NUMBER = (int, float)
 """Settings may be either."""
 LAYERS = "transformer_layer_config"
-"""Where `speculators` describes the layers; elsewhere they are described beside all else."""
+"""Where `speculators` describes the layers; elsewhere they are described with all else."""
 SPECULATORS = {
     LAYERS, "speculators_config", "speculators_model_type", "speculators_version",
     "tie_word_embeddings", *BENIGN,

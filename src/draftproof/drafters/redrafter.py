@@ -151,7 +151,7 @@ class ReDrafterHead(DraftHead):
     def solve(self, texts: Iterable[Features], vocabulary: Vocabulary) -> None:
         """The input projection that predicts the target's next hidden states, by least squares.
 
-        Of the hidden state h of token t and the recurrence's state s behind token t + 1 + step,
+        Of the hidden state h of token t and the recurrence's state s after token t + 1 + step,
         P [h; s; 1] is to be the hidden state of that token: ridge regression over all steps."""
         if self.config.exit_dim == 2 * self.config.hidden_size:
             return                                                      # it has no such projection

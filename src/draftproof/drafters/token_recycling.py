@@ -3,7 +3,7 @@
 Every read tells what would follow each node of the tree, rejected ones too. The paper keeps the
 best successors of each token in a matrix and fills a fixed tree from it. Ours keeps them for each
 pair of tokens as well, which says more when it is known, and with their chances, so that the tree
-is made anew each round. Gathers only; nothing is read back to the host.
+is made again each round. Gathers only; nothing is read back to the host.
 
 Shape letters beyond the usual: k successors, w nodes of a level that are followed.
 """
@@ -84,7 +84,7 @@ _TOKEN, _BEFORE = -1640531535, -2048144777              # 0x9E3779B1, 0x85EBCA77
 class SuccessorTable:
     """The best successors of a pair of tokens, and of a token alone, with their chances: hashed.
 
-    The first half of the slots is for pairs. Behind them are a place that stays empty, and one that
+    The first half of the slots is for pairs. After them are a place that stays empty, and one that
     is written where nothing is to be.
     """
 

@@ -26,7 +26,7 @@ class Batch:
     """Rows that run side by side, in the order of the drafter's memory, which is kept in step.
 
     running: rows that have not ended. padding: where shapes are static a batch always has all its
-    rows; those behind the running ones do what the last of these does, and nobody hears of it:
+    rows; those after the running ones do what the last of these does, and nobody is told of it:
     [B] the row that each one follows, or None. view, lines: cache and text of the rows that take
     part. roots: [B] of the last round, None where the rows have changed. pending: commits of plain
     rounds, of which the drafter is told together: many short calls cost more than a long one.
@@ -47,7 +47,7 @@ class Batch:
         self._line_up()
 
     def prefix(self, longest: int, ahead: int) -> Prefix:
-        """No row has more than `longest` committed tokens; `ahead` may be drafted behind roots."""
+        """No row has more than `longest` committed tokens; `ahead` may be drafted after roots."""
         if not self.shapes.closed:
             self.cache.bound(longest)
             return Prefix(self.lines, self.view.lengths.clone(), ahead, longest, self.roots)
@@ -127,7 +127,7 @@ class Batch:
         self.arrange(rows, torch.tensor(rows, device=self.text.device))
 
     def drop_padding(self) -> None:
-        """Leave the rows behind the running ones free."""
+        """Leave the rows after the running ones free."""
         if self.padding is not None:
             self.arrange(range(len(self.running)))
 
@@ -148,13 +148,13 @@ def _joined(commits: Sequence[Commit]) -> Commit:
     first = commits[0]
     if len(commits) == 1:
         return first
-    tokens = torch.cat([one.tokens for one in commits], 1)
+    tokens = torch.cat([commit.tokens for commit in commits], 1)
     nodes = torch.arange(len(commits), device=tokens.device).expand_as(tokens)
-    hidden = [one.hidden for one in commits if one.hidden is not None]
-    found = [one.successors for one in commits if one.successors is not None]
+    hidden = [commit.hidden for commit in commits if commit.hidden is not None]
+    successors = [commit.successors for commit in commits if commit.successors is not None]
     top = Successors(
-        TokenTree.chain(tokens), torch.cat([one.tokens for one in found], 1),
-        torch.cat([one.logits for one in found], 1),
-    ) if found else None
+        TokenTree.chain(tokens), torch.cat([part.tokens for part in successors], 1),
+        torch.cat([part.logits for part in successors], 1),
+    ) if successors else None
     count = torch.full_like(first.count, len(commits))
     return Commit(first.rows, tokens, nodes, count, torch.cat(hidden, 1) if hidden else None, top)

@@ -51,8 +51,8 @@ class Fixed(Budget):
 
     def __init__(self, count: int, floor: float = 0.0) -> None:
         if count < 0 or not 0 <= floor < 1:
-            given = f"a budget of {count} draft tokens with a floor of {floor} was given"
-            raise BadInput(f"{given}; the first is 0 or more, the second from 0 to below 1")
+            values = f"a budget of {count} draft tokens with a floor of {floor} was given"
+            raise BadInput(f"{values}; the first is 0 or more, the second from 0 to below 1")
         self.most, self.floor = count, floor
 
     def choose(self, state: State) -> int:
@@ -86,7 +86,7 @@ class Costs:
         the first node costs is half to draft at all, unless the second is measured."""
         if self.mean[index]:
             return self.mean[index]
-        known = [one for one in zip(self.sizes, self.mean, strict=True) if one[1]]
+        known = [pair for pair in zip(self.sizes, self.mean, strict=True) if pair[1]]
         plain, (size, mean) = self.mean[0], known[-1]
         each = max(plain / MEMORY, (mean - plain) / 2 / max(1, size))
         if len(known) > 2:
@@ -99,15 +99,16 @@ class Costs:
 class Adaptive(Budget):
     """Drafts the size with the most tokens per second; what it learns outlasts a call.
 
-    most: nodes per row it may draft. debt, rate: it may be `debt` plain steps behind plain decoding
-    before it stops, and lose `rate` of plain decoding's time. sizes: to choose from, 0 the first.
+    most: nodes per row it may draft. debt, rate: it may lose `debt` plain steps against plain
+    decoding before it stops, and `rate` of plain decoding's time. sizes: to choose from, 0 the
+    first.
     """
 
     def __init__(self, most: int, *, debt: float = DEBT, rate: float = RATE, floor: float = 0.1,
                  sizes: Sequence[int] | None = None) -> None:
         if min(most, debt, rate) < 0:
-            given = f"{most} draft tokens, a debt of {debt} and a rate of {rate}"
-            raise BadInput(f"{given} were given; none may be negative")
+            values = f"{most} draft tokens, a debt of {debt} and a rate of {rate}"
+            raise BadInput(f"{values} were given; none may be negative")
         self.most, self.floor, self.limit, self.rate = most, floor, debt, rate
         self.sizes = tuple(sizes) if sizes is not None else presets(most)
         self.widths = [high - low for low, high in pairwise(self.sizes)]    # nodes a size adds

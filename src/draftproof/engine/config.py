@@ -70,7 +70,7 @@ def option(
 
 def cli_fields(config: type) -> list[Field[Any]]:
     """The fields of a dataclass that the command line offers."""
-    return [one for one in fields(config) if "help" in one.metadata]
+    return [field for field in fields(config) if "help" in field.metadata]
 
 
 _drafting, _model = partial(option, panel="Drafting"), partial(option, panel="Model")
@@ -219,21 +219,21 @@ class EngineConfig:
             "module:Class"
         )
 
-    def _choice(self, one: Field[Any]) -> tuple[bool, str]:
-        value, choices = getattr(self, one.name), one.metadata["choices"]
+    def _choice(self, field: Field[Any]) -> tuple[bool, str]:
+        value, choices = getattr(self, field.name), field.metadata["choices"]
         wrong = bool(choices) and value is not None and value not in choices
-        return wrong, f"{one.name} was {value!r}; choose one of {', '.join(choices)}"
+        return wrong, f"{field.name} was {value!r}; choose one of {', '.join(choices)}"
 
     @property
     def training_free(self) -> bool:
         """Whether nothing that drafts has a model or heads of its own, as by default."""
         names = "portfolio" if self.drafter is None else self.drafter
-        named = isinstance(names, str) and all(one in TRAINING_FREE for one in names.split("+"))
+        named = isinstance(names, str) and all(name in TRAINING_FREE for name in names.split("+"))
         return named and self.assistant_model is None
 
     @property
     def _tree_is_named(self) -> bool:
-        """Whether `draft_tree` names a published tree, or the one drawn anew in every round."""
+        """Whether `draft_tree` names a published tree, or the one drawn again in every round."""
         return isinstance(self.draft_tree, str) and self.draft_tree in (DYNAMIC, *CHOICES)
 
     @property
@@ -259,13 +259,13 @@ class EngineConfig:
         """16 hex digits of what decides the texts; under `match` drafting does not."""
         exact = self.acceptance in (None, "match") and not self.lossy
         kept = ("model", "dtype", "quantize", "kv_cache", "parallel", "ignore_generation_config")
-        names = [one.name for one in fields(self) if one.name in kept or not exact]
-        said = {name: str(getattr(self, name)) for name in names}
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        names = [field.name for field in fields(self) if field.name in kept or not exact]
+        values = {name: str(getattr(self, name)) for name in names}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
-    def given(self) -> dict[str, Any]:
+    def explicit_options(self) -> dict[str, Any]:
         """The options that were given, by name."""
-        values = ((one.name, getattr(self, one.name)) for one in fields(self))
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in values if value is not None and value is not False}
 
 
@@ -311,9 +311,9 @@ def branching(text: str) -> tuple[int, ...]:
 
 def thresholds(text: str) -> tuple[float, ...]:
     """Epsilon and delta from "typical:0.09,0.3"; none from "typical", which takes the defaults."""
-    name, given, numbers = text.partition(":")
+    name, colon, numbers = text.partition(":")
     try:
-        values = tuple(float(part) for part in numbers.split(",")) if given else ()
+        values = tuple(float(part) for part in numbers.split(",")) if colon else ()
     except ValueError:
         values = (0.0,)
     if name != "typical" or len(values) not in (0, 2):

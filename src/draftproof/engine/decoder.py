@@ -222,8 +222,8 @@ class Decoder:
         prefix.tokens.scatter_(1, last[:, None] + 1, tokens.clamp(min=0))
         roots = Accepted(torch.zeros_like(tokens), torch.ones_like(last), tokens[:, 0])
         scored, top = logits if batch.wants_logprobs else None, batch.top_logprobs
-        found = row_outputs(paths.tree, roots, tokens, scored, self.ops, top)
-        for place, (row, out) in enumerate(zip(new, found, strict=True), first):
+        outputs = row_outputs(paths.tree, roots, tokens, scored, self.ops, top)
+        for place, (row, out) in enumerate(zip(new, outputs, strict=True), first):
             if out.tokens[0] == NO_TOKEN:
                 self._fail(place, logits[place - first])
             else:

@@ -86,8 +86,8 @@ class Engine:
         self.lock = RLock()                         # held in each step
         self.stats = RoundStats()
         if self.budget.most >= target.context:
-            asked = f"{self.budget.most} draft tokens per round"
-            raise BadInput(f"{asked} do not fit a context of {target.context}; draft fewer")
+            count = f"{self.budget.most} draft tokens per round"
+            raise BadInput(f"{count} do not fit a context of {target.context}; draft fewer")
 
     def __repr__(self) -> str:
         target, budget = self.target, self.budget

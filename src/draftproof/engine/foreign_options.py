@@ -109,7 +109,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (-1, 0), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "modalities": (["text"],), "response_format": ({"type": "text"},), "eos_token_id": (),
 }  # fmt: skip
-"""Values that ask for nothing, beside null, false and what is empty."""
+"""Values that ask for nothing, besides null, false and what is empty."""
 _FALSE_COUNTS = frozenset((
     "eos_token_id", "enable_thinking", "think", "thinking", "reasoning",
     *(name for name, values in NEUTRAL.items() if values is _TRUE),

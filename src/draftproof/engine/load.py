@@ -142,17 +142,17 @@ def _self_draft(config: EngineConfig) -> partial[SelfDraft] | None:
     if not (isinstance(config.drafter, str) and config.drafter.startswith(SELF)):
         return None
     layers, kind = self_draft_options(config.drafter)
-    asked = config.quantize_draft if config.quantize_draft != "none" else None
-    if kind and asked and kind != asked:
-        both = f"both {config.drafter} and a draft in {asked}"
+    quantize = config.quantize_draft if config.quantize_draft != "none" else None
+    if kind and quantize and kind != quantize:
+        both = f"both {config.drafter} and a draft in {quantize}"
         raise BadInput(f"{both} were asked for; leave one of them out")
-    return partial(SelfDraft, layers=layers, quantize=kind or asked, shape=_shape(config.tree))
+    return partial(SelfDraft, layers=layers, quantize=kind or quantize, shape=_shape(config.tree))
 
 
 def _group(config: EngineConfig) -> ProcessGroup:
     """The ranks to run on; refuses, before anything is loaded, what a sharded model cannot do."""
-    whole = not isinstance(config.model, (str, Path)) or config.quantize is not None
-    if config.parallel is not None and (whole or _self_draft(config) is not None):
+    needs_one_model = not isinstance(config.model, (str, Path)) or config.quantize is not None
+    if config.parallel is not None and (needs_one_model or _self_draft(config) is not None):
         raise BadInput(
             "a parallel run loads a part of the model on each rank: give its name, no "
             "quantisation, and no drafter that is made of the model itself"
@@ -167,8 +167,8 @@ def _drafter(config: EngineConfig, target: Target, codec: Codec | None) -> Draft
         assert named is not None and not isinstance(named, Drafter)
         return _draft_model(named, config, target, codec)
     if config.quantize_draft not in (None, "none"):
-        asked = f"a draft model in {config.quantize_draft} was asked for"
-        raise BadInput(f"{asked}, and there is none; name one, or leave that out")
+        wanted = f"a draft model in {config.quantize_draft} was asked for"
+        raise BadInput(f"{wanted}, and there is none; name one, or leave that out")
     if isinstance(named, Drafter):
         return named
     name = str(named or default_name(target))
@@ -204,8 +204,9 @@ def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter
                 f"{alone} is a draft model, which reads its own drafts; name it alone, as an "
                 "assistant model"
             )
-        found = [_by_name(part, target, tree) for part in parts]
-        lists = (one.members if isinstance(one, Portfolio) else (one,) for one in found)
+        drafters = [_by_name(part, target, tree) for part in parts]
+        lists = (drafter.members if isinstance(drafter, Portfolio) else (drafter,)
+                 for drafter in drafters)
         return Portfolio([member for members in lists for member in members])
     names = ", ".join([*DRAFTERS, *HEADS, NATIVE, "self-int8", "self-int4", "self-layers:N"])
     known = f"{names}, or the folder of draft heads or of a draft model"
@@ -242,24 +243,24 @@ def _draft_model(
         draft = native_file(name, config) or loading.load_model(
             name, config.dtype, device, trust_remote_code=config.trust_remote_code
         )
-    own = codec_of(None, name, draft, config.trust_remote_code)
+    draft_codec = codec_of(None, name, draft, config.trust_remote_code)
     wrong = None
     if draft.device != target.device:
         wrong = f"is on {draft.device}, the target on {target.device}; put both on one device"
     elif draft.config.is_encoder_decoder and not target.encodes:
         wrong = "is an encoder-decoder, and the target is none; name another"
-    elif codec and own and not codec.same_ids(own) and target.encodes:
+    elif codec and draft_codec and not codec.same_ids(draft_codec) and target.encodes:
         wrong = f"has another tokenizer than {codec.name}; an encoder-decoder needs the same"
     if wrong is not None:
         whose = draft.config.name_or_path or type(draft).__name__
         raise DrafterMismatch(f"the draft model {whose} {wrong}")
-    reader = _draft_reader(draft, own or codec, config.quantize_draft, named)
+    reader = _draft_reader(draft, draft_codec or codec, config.quantize_draft, named)
     if reader.encodes and target.encodes:
         cast(Any, reader).shares_encoder(target)
-    if codec and own and not codec.same_ids(own):
-        shared = SharedVocabulary(codec, own, target.vocab_size, reader.vocab_size)
+    if codec and draft_codec and not codec.same_ids(draft_codec):
+        shared = SharedVocabulary(codec, draft_codec, target.vocab_size, reader.vocab_size)
         log.warning("note: the draft model %s has another tokenizer; %d tokens of the two are "
-                    "shared, and drafted", own.name, shared.count)
+                    "shared, and drafted", draft_codec.name, shared.count)
         return OtherTokenizer(reader, shared.to(target.device), _shape(config.tree))
     return DraftModel(reader, target.vocab_size, _shape(config.tree))
 
@@ -294,13 +295,13 @@ def _published(name: str) -> Any:
     if not Path(name, "config.json").is_file():
         return None
     settings = weight_files.read_settings(Path(name))
-    found = next((kind for kind in PUBLISHED if kind.recognises(settings)), None)
-    if found is None and "speculators_model_type" in settings:
+    published = next((kind for kind in PUBLISHED if kind.recognises(settings)), None)
+    if published is None and "speculators_model_type" in settings:
         raise BadInput(
             f"{name} is a {settings['speculators_model_type']!r} drafter of speculators, which is "
             "not known here; give one of eagle3 or dflash"
         )
-    return found
+    return published
 
 
 def _is_model(drafter: object) -> TypeGuard[str | Path]:

@@ -68,8 +68,8 @@ def imported(name: str, target: Target) -> Drafter:
 
 def default_name(target: Target) -> str:
     """What drafts when nobody says: the training-free ones, and heads made for these weights."""
-    own = SHIPPED.get(weights_key(target.model)) if target.group.alone else None
-    return f"{own}+portfolio" if own else "portfolio"
+    heads = SHIPPED.get(weights_key(target.model)) if target.group.alone else None
+    return f"{heads}+portfolio" if heads else "portfolio"
 
 
 def weights_key(model: PreTrainedModel | NativeModel) -> str:

@@ -97,14 +97,14 @@ def open_model(
 def codec_of(
     tokenizer: Any, model: str | Path | PreTrainedModel, loaded: Any, trust: bool
 ) -> Codec | None:
-    """The tokenizer given, or the one beside the model; None if there is neither."""
+    """The tokenizer given, or the one in the model's folder; None if there is neither."""
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
         return Codec(tokenizer)
     where = tokenizer or (model if isinstance(model, (str, Path)) else loaded.config.name_or_path)
-    found = loading.load_tokenizer(where, trust_remote_code=trust) if str(where) else None
-    if found is None and tokenizer is not None:
+    opened = loading.load_tokenizer(where, trust_remote_code=trust) if str(where) else None
+    if opened is None and tokenizer is not None:
         raise BadInput(f"there is no tokenizer in {tokenizer}")
-    return Codec(found, str(where)) if found is not None else None
+    return Codec(opened, str(where)) if opened is not None else None
 
 
 def native_file(model: str | Path, config: EngineConfig) -> NativeModel | None:
@@ -114,7 +114,7 @@ def native_file(model: str | Path, config: EngineConfig) -> NativeModel | None:
     """
     if not GGUFFile.recognises(model) or config.compile or config.graphs:
         return None
-    device = Device.found(config.device)
+    device = Device.from_name(config.device)
     if config.quantize == "fp8" or device.where.type != "cpu":
         return None
     dtype = loading.dtype_named(config.dtype)

@@ -1,6 +1,6 @@
 """Prompts: read in chunks, several short ones side by side, and given rows of the batch.
 
-Knows caches and drafters' memories; knows nothing of what is written behind a prompt.
+Knows caches and drafters' memories; knows nothing of what is written after a prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from draftproof.errors import BadInput
 from draftproof.model.target import Target
 
 SHORT, TOGETHER = 64, 256
-"""Tokens of a prompt that is read beside others, in one pass, and of all of these, each as long as
+"""Tokens of a prompt that is read with others, in one pass, and of all of these, each as long as
 the longest. Fused layers read no wider: with them longer prompts are read so many at a time, with
 the bits of a round."""
 
@@ -43,8 +43,8 @@ class Prompts:
                 "compilation and static shapes out"
             )
         # states have no beginnings, and what a decoder keeps depends on what was encoded
-        whole = target.has_states or target.encodes or drafter.reads_every_state
-        self.prefixes = None if whole else prefixes
+        reads_all = target.has_states or target.encodes or drafter.reads_every_state
+        self.prefixes = None if reads_all else prefixes
         if prefixes is not None:
             prefixes.belong_to(target.weights)
         self.prompt_cache = target.new_cache(1, cache.capacity) if shapes.closed else None
@@ -66,8 +66,8 @@ class Prompts:
 
     def is_long(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt is read in more than one chunk, between which rounds may come."""
-        whole = self.shapes.closed or self.target.encodes
-        return not whole and self._unread(prompt) > self.chunk
+        in_one_read = self.shapes.closed or self.target.encodes
+        return not in_one_read and self._unread(prompt) > self.chunk
 
     def remember(self, row: KVCache, text: Sequence[int], prompt: int) -> None:
         """Keep what the one row of a cache holds of a text for prompts that begin like it; where
@@ -77,7 +77,7 @@ class Prompts:
             self.prefixes.keep(text[:count], row)
 
     def padded(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
-        """[b, width] tokens, ABSENT behind the shorter texts."""
+        """[b, width] tokens, ABSENT after the shorter texts."""
         lines = [[*text, *[ABSENT] * (width - len(text))] for text in texts]
         return torch.tensor(lines, device=self.target.device)
 
@@ -99,12 +99,12 @@ class Prefill:
         self.prompts, self.groups = prompts, groups
         self.texts = [samples[0].prompt for samples in groups]
         self.sources = [samples[0].source for samples in groups]
-        self.own, self.commits, self.start = prompts.prompt_cache, list[Commit](), 0
+        self.prompt_cache, self.commits, self.start = prompts.prompt_cache, list[Commit](), 0
         if first is None:
             capacity = prompts.shapes.capacity(len(self.texts[0]))
-            self.own = prompts.target.new_cache(1, capacity)
-        if self.own is not None:
-            self.view = self.own
+            self.prompt_cache = prompts.target.new_cache(1, capacity)
+        if self.prompt_cache is not None:
+            self.view = self.prompt_cache
         else:
             assert first is not None
             self.view = prompts.cache.rows(first, first + len(groups))
@@ -122,20 +122,20 @@ class Prefill:
         width = min(shapes.chunk(longest - self.start), self.prompts.chunk)
         texts = [rest[self.start : self.start + width] for rest in self.rests]
         tree, self.start = TokenTree.chain(self.prompts.padded(texts, width)), self.start + width
-        whole, layers = self.start >= longest, self.prompts.drafter.hidden_layers
-        alone = len(texts) == 1 and not (whole and shapes.closed)           # nothing is padded
+        finished, layers = self.start >= longest, self.prompts.drafter.hidden_layers
+        alone = len(texts) == 1 and not (finished and shapes.closed)           # nothing is padded
         reading = target.read(tree, self.view, last_only=alone, hidden_layers=layers)
         self._commit(tree, reading, [len(text) for text in texts])
-        if whole and longest > SHORT:
+        if finished and longest > SHORT:
             self.prompts.remember(self.view, self.texts[0], len(self.texts[0]))
-        return whole
+        return finished
 
     def join(self, first: int) -> Tensor:
         """Let the prompts have the rows of the batch from `first` on, and the drafter observe them;
         return the logits at their ends, [b, 1, V]."""
         cache, drafter = self.prompts.cache, self.prompts.drafter
-        if self.own is not None:
-            cache.take(torch.tensor([first], device=cache.lengths.device), self.own)
+        if self.prompt_cache is not None:
+            cache.take(torch.tensor([first], device=cache.lengths.device), self.prompt_cache)
         if self.prompts.target.encodes:
             drafter.begin(range(first, first + len(self.texts)), self.sources)
         for commit in sorted(self.commits, key=lambda commit: commit.rows[0]):      # row by row
@@ -166,9 +166,9 @@ class Prefill:
         count = torch.tensor(sizes, device=self.prompts.target.device)
         self.view.keep(None, count)
         for place, size in enumerate(sizes):
-            own, width = slice(place, place + 1), tree.tokens.shape[1] if len(sizes) == 1 else size
-            hidden = reading.part(own, width).hidden
-            self._note(place, tree.tokens[own, :width], count[own], hidden)
+            line, width = slice(place, place + 1), tree.tokens.shape[1] if len(sizes) == 1 else size
+            hidden = reading.part(line, width).hidden
+            self._note(place, tree.tokens[line, :width], count[line], hidden)
         self.logits = reading.logits
         if self.logits.shape[1] > 1:
             ends = (count - 1)[:, None, None].expand(-1, 1, self.logits.shape[-1])

@@ -44,7 +44,7 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(one.nbytes for one in self.known)
+        return sum(entry.nbytes for entry in self.known)
 
     def belong_to(self, weights: object) -> None:
         """Forget what other weights computed."""
@@ -57,9 +57,9 @@ class PrefixCache:
         cache; return its length. The last token is never known: it must be read."""
         best, count = self._best(prompt, grain)
         if count:
-            one = self.known.pop(best)
-            self.known.append(one)
-            for store, known in zip(row.tensors, one.stores, strict=True):
+            entry = self.known.pop(best)
+            self.known.append(entry)
+            for store, known in zip(row.tensors, entry.stores, strict=True):
                 store[:, :, :count] = known[:, :, :count]
             row.lengths.fill_(count)
             self.hits, self.reused = self.hits + 1, self.reused + count
@@ -72,13 +72,13 @@ class PrefixCache:
     def keep(self, tokens: Sequence[int], row: KVCache) -> None:
         """Remember a text whose keys and values are in the one row of a cache, if it fits."""
         text, count = np.array(tokens), len(tokens)
-        shared = [one.common(text) for one in self.known]
-        each = sum(one.stride(2) * one.shape[1] * one.element_size() for one in row.tensors)
+        shared = [entry.common(text) for entry in self.known]
+        each = sum(store.stride(2) * store.shape[1] * store.element_size() for store in row.tensors)
         nbytes = (each + text.itemsize) * count
         if count < LEAST or count in shared or nbytes > self.limit:
             return
-        self.known = [one for one, common in zip(self.known, shared, strict=True)
-                      if common < len(one.tokens)]          # others begin it, and say no more
+        self.known = [entry for entry, common in zip(self.known, shared, strict=True)
+                      if common < len(entry.tokens)]          # others begin it, and say no more
         copies = [store[:, :, :count].clone() for store in row.tensors]
         self.known.append(Known(text, copies, nbytes))
         while self.nbytes > self.limit:
@@ -87,7 +87,7 @@ class PrefixCache:
     def _best(self, prompt: Sequence[int], grain: int) -> tuple[int, int]:
         """Which text begins most like a prompt, and how much of that is of use."""
         text = np.array(prompt[:-1])
-        shared = [(one.common(text), place) for place, one in enumerate(self.known)]
+        shared = [(entry.common(text), place) for place, entry in enumerate(self.known)]
         count, best = max(shared, default=(0, 0))
         count -= count % grain
         return best, count if count >= LEAST else 0

@@ -16,23 +16,23 @@ Prompt = str | Sequence[int] | Messages | Tensor | Mapping[str, Any]
 ...}, ...]``, or a tokenizer's BatchEncoding, whose attention mask says what is padding."""
 
 
-def several(given: Any) -> list[Any]:
+def several(prompts: Any) -> list[Any]:
     """One prompt or many, as a list of prompts, each for `one`. Raises BadInput for others."""
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given, Mapping):
-        return list(_rows(given))
-    given = _list(given)
-    first = _plain(given[0]) if given else None
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        return list(_rows(prompts))
+    prompts = _list(prompts)
+    first = _plain(prompts[0]) if prompts else None
     single = isinstance(first, (int, float)) or _is_message(first)
-    return [given] if single else given
+    return [prompts] if single else prompts
 
 
-def one(given: Any) -> str | list[int] | list[Any]:
+def one(prompt: Any) -> str | list[int] | list[Any]:
     """One prompt as text, token ids or a chat. Raises BadInput for anything else."""
-    if isinstance(given, str):
-        return given
-    parts = _rows(given) if isinstance(given, Mapping) else _list(given)
+    if isinstance(prompt, str):
+        return prompt
+    parts = _rows(prompt) if isinstance(prompt, Mapping) else _list(prompt)
     if len(parts) == 1 and isinstance(inner := _plain(parts[0]), list):            # [1, S]
         parts = inner
     parts = [_plain(part) for part in parts]
@@ -52,30 +52,30 @@ def without_padding(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     there = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
     if there.shape != ids.shape or bool((there[:, 1:] < there[:, :-1]).any()):
         raise BadInput(
-            f"the attention mask, of shape {list(there.shape)}, has zeros behind the first one of "
+            f"the attention mask, of shape {list(there.shape)}, has zeros after the first one of "
             f"a row, or another shape than the ids, {list(ids.shape)}; pad batches on the left"
         )
     lengths = there.sum(1).tolist()
     return [row[len(row) - size :] for row, size in zip(ids.tolist(), lengths, strict=True)]
 
 
-def _plain(given: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Tensors and arrays as lists."""
-    return given.tolist() if hasattr(given, "tolist") else given
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _list(given: Any) -> list[Any]:
-    given = _plain(given)
-    if not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray)):
+def _list(value: Any) -> list[Any]:
+    value = _plain(value)
+    if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
         raise BadInput(
-            f"a prompt was of type {type(given).__name__}; give text, token ids, a chat, what a "
+            f"a prompt was of type {type(value).__name__}; give text, token ids, a chat, what a "
             "tokenizer returns, or a list of these"
         )
-    return list(given)
+    return list(value)
 
 
-def _is_message(given: object) -> bool:
-    return isinstance(given, Mapping) and "input_ids" not in given
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and "input_ids" not in value
 
 
 def _rows(encoding: Mapping[str, Any]) -> list[list[int]]:

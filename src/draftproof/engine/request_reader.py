@@ -43,16 +43,16 @@ class RequestReader:
         sampling: Sampling | Sequence[Sampling], n: int,
     ) -> list[Request]:  # fmt: skip
         """A request of `n` samples for each prompt, checked."""
-        asked = self.several(prompts)
-        wanted = [sampling] * len(asked) if isinstance(sampling, Sampling) else sampling
+        several = self.several(prompts)
+        wanted = [sampling] * len(several) if isinstance(sampling, Sampling) else sampling
         sound = isinstance(wanted, Sequence) and all(isinstance(want, Sampling) for want in wanted)
-        if not sound or len(wanted) != len(asked):
+        if not sound or len(wanted) != len(several):
             raise BadInput(
-                f"sampling was {sampling!r:.80} for {len(asked)} prompts; give one Sampling, or a "
-                "list of as many as prompts"
+                f"sampling was {sampling!r:.80} for {len(several)} prompts; give one Sampling, or "
+                "a list of as many as prompts"
             )
         requests = list[Request]()
-        for index, (prompt, want) in enumerate(zip(asked, wanted, strict=True)):
+        for index, (prompt, want) in enumerate(zip(several, wanted, strict=True)):
             tokens, source = self.begun(prompt)
             limit = self._limit(tokens, max_new_tokens, want)
             params = self.params(want, tokens, limit, source)
@@ -70,9 +70,9 @@ class RequestReader:
         """The tokens that the text begins with, and what an encoder reads, if there is one."""
         return self.tokens(prompt), None
 
-    def tokens(self, given: Prompt) -> list[int]:
+    def tokens(self, raw_prompt: Prompt) -> list[int]:
         """Token ids of one prompt, checked."""
-        prompt = one(given)
+        prompt = one(raw_prompt)
         if isinstance(prompt, str):
             tokens = self._codec("a prompt").encode(prompt) if prompt else []
         elif prompt and not isinstance(prompt[0], int):
@@ -92,21 +92,21 @@ class RequestReader:
             )
         return self.codec
 
-    def _limit(self, tokens: list[int], asked: int | None, sampling: Sampling) -> int:
+    def _limit(self, tokens: list[int], limit: int | None, sampling: Sampling) -> int:
         """New tokens this row may have; the context bounds them."""
-        name, asked = "max_new_tokens", sampling.max_new_tokens if asked is None else asked
-        if asked is None and sampling.max_length is not None:
+        name, limit = "max_new_tokens", sampling.max_new_tokens if limit is None else limit
+        if limit is None and sampling.max_length is not None:
             name = f"max_length, less the {len(tokens)} tokens of the prompt,"
-            asked = sampling.max_length - len(tokens)
-        if asked is not None and not (is_whole(asked) and asked >= 1):
-            raise BadInput(f"{name} was {asked!r:.60}; ask for a whole number, at least 1")
+            limit = sampling.max_length - len(tokens)
+        if limit is not None and not (is_whole(limit) and limit >= 1):
+            raise BadInput(f"{name} was {limit!r:.60}; ask for a whole number, at least 1")
         room = self.target.context - len(tokens)
         if room < 1:
             raise ContextTooLong(
                 f"the prompt has {len(tokens)} tokens and {self.target.name} reads at most "
                 f"{self.target.context}, one of them new; shorten the prompt", len(tokens)
             )
-        return min(asked if asked is not None else NEW_TOKENS, room)
+        return min(limit if limit is not None else NEW_TOKENS, room)
 
     def params(
         self, sampling: Sampling, prompt: Sequence[int], limit: int, source: Any = None
@@ -136,7 +136,7 @@ class RequestReader:
         return SamplingParams(sampling, len(prompt), ends, words, logits_rules=rules)
 
     def _known(self, tokens: Sequence[int], where: str) -> None:
-        strange = next((one for one in tokens if not 0 <= one < self.target.vocab_size), None)
+        strange = next((token for token in tokens if not 0 <= token < self.target.vocab_size), None)
         if strange is not None:
             last = self.target.vocab_size - 1
             raise BadInput(f"{where} has token id {strange}; {self.target.name} knows 0 to {last}")
@@ -148,8 +148,8 @@ class RequestReader:
         texts = [torch.arange(size, device=device)[None] % vocab for size in (3, 5)]
         scores = torch.linspace(-1, 1, vocab, dtype=torch.float32, device=device)[None]
         try:
-            asked = copy.deepcopy(processor)
-            answers = [asked(texts[turn % 2], scores.clone()) for turn in range(6)]
+            fresh = copy.deepcopy(processor)
+            answers = [fresh(texts[turn % 2], scores.clone()) for turn in range(6)]
             pairs = zip(answers, answers[:2] * 3, strict=True)
             alike = all(torch.equal(answer, first) for answer, first in pairs)
         except Exception as error:

@@ -17,7 +17,7 @@ from draftproof.core.tree import TokenTree
 class RowOutput(NamedTuple):
     """What a round gave one row: the accepted tokens and the next root; the accepted nodes.
 
-    drafted: nodes behind the root. reach: depth of the deepest. logprobs, distance, top: of each
+    drafted: nodes after the root. reach: depth of the deepest. logprobs, distance, top: of each
     token, if somebody asks; they may be longer. top: the likeliest tokens in its place.
     """
 
@@ -67,9 +67,9 @@ def logprobs(
     """[B, D] log-probability of `tokens` [B, D] under raw logits [B, N, V] at `nodes` [B, D]; of
     the `top` likeliest tokens the ids and log-probabilities, [B, D * top]."""
     row = torch.arange(len(nodes), device=nodes.device)[:, None]
-    law = logits[row, nodes].to(dtype).log_softmax(-1)
-    chosen = law.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    log_probs = logits[row, nodes].to(dtype).log_softmax(-1)
+    chosen = log_probs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
     if not top:
         return [chosen]
-    scores, likely = law.topk(min(top, law.shape[-1]))
+    scores, likely = log_probs.topk(min(top, log_probs.shape[-1]))
     return [chosen, likely.flatten(1), scores.flatten(1)]

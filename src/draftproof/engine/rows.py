@@ -31,7 +31,7 @@ NOT_DATA = ("processors", "stop_when", "logits_rules")
 PROMPTS = ("prompt", "messages", "turns", "text", "prompt_token_ids", "inputs")
 """Fields a prompt is looked for in; of turns, the first is taken."""
 SWITCHES = ("n", "do_sample", "ignore_eos")
-"""What a row may ask for beside the fields of a sampling."""
+"""What a row may ask for besides the fields of a sampling."""
 
 
 class Request(NamedTuple):
@@ -65,7 +65,7 @@ def identity(text: bytes) -> dict[str, Any]:
 
 
 def understood(text: bytes, base: Sampling, chat: bool) -> Request:
-    """What a row asks for, beside what `base` says. Raises BadInput, in one sentence."""
+    """What a row asks for in addition to what `base` says. Raises BadInput, in one sentence."""
     row = parsed(text)
     refuse_unhonoured(row)
     if (n := row.get("n")) not in (None, 1):
@@ -76,7 +76,7 @@ def understood(text: bytes, base: Sampling, chat: bool) -> Request:
 def refuse_unhonoured(row: Mapping[str, Any]) -> None:
     """Raise BadInput for a field that would change the answer and is not honoured."""
     if (n := _nested(row).get("n")) not in (None, 1):
-        raise BadInput(f'"n" was {n!r} among the sampling options; give it beside the prompt')
+        raise BadInput(f'"n" was {n!r} among the sampling options; give it next to the prompt')
     for options in (row, _nested(row)):
         refuse_unsupported(options)
 
@@ -93,24 +93,24 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
     name = next((name for name in PROMPTS if name in row), None)
     if name is None:
         raise BadInput(f"the row has no prompt; it must have one of {', '.join(PROMPTS)}")
-    given = row[name]
+    prompt = row[name]
     if row.get("input") and isinstance(row["input"], str):
-        raise BadInput(f'"input" was given beside "{name}"; put it into the prompt')
+        raise BadInput(f'"input" and "{name}" were both given; put it into the prompt')
     system = row.get("system") or None
     if name == "messages":
-        return _with_system(messages_of(given), system)
-    if name == "turns" and isinstance(given, list) and given:
-        given = given[0]
-    are_ids = isinstance(given, list) and given and all(type(token) is int for token in given)
+        return _with_system(messages_of(prompt), system)
+    if name == "turns" and isinstance(prompt, list) and prompt:
+        prompt = prompt[0]
+    are_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
     if are_ids and system is None:
-        return [int(token) for token in given]
-    if not isinstance(given, str) or (chat and not given):
+        return [int(token) for token in prompt]
+    if not isinstance(prompt, str) or (chat and not prompt):
         raise BadInput(f'"{name}" must be text, and of a chat at least one word')
     if chat:
-        return _with_system([{"role": "user", "content": given}], system)
+        return _with_system([{"role": "user", "content": prompt}], system)
     if system is not None:
-        raise BadInput(f'"system" was given beside "{name}"; it needs --chat, or "messages"')
-    return given
+        raise BadInput(f'"system" was given with "{name}"; it needs --chat, or "messages"')
+    return prompt
 
 
 def _with_system(messages: list[dict[str, Any]], system: object) -> list[dict[str, Any]]:
@@ -118,14 +118,14 @@ def _with_system(messages: list[dict[str, Any]], system: object) -> list[dict[st
     if system is None:
         return messages
     if not isinstance(system, str) or messages[0]["role"] == "system":
-        raise BadInput('"system" must be one text, and no message of "messages" beside it')
+        raise BadInput('"system" must be one text, and not also a message of "messages"')
     return [{"role": "system", "content": system}, *messages]
 
 
-def messages_of(given: object) -> list[dict[str, Any]]:
+def messages_of(value: object) -> list[dict[str, Any]]:
     """Messages as templates read them: text joined, arguments of calls as objects."""
-    messages: list[Any] = given if isinstance(given, list) else []
-    roles = [isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages]
+    messages: list[Any] = value if isinstance(value, list) else []
+    roles = [isinstance(entry, dict) and isinstance(entry.get("role"), str) for entry in messages]
     if not roles or not all(roles):
         raise BadInput('"messages" must be a list of objects with "role" and "content"')
     read = list[dict[str, Any]]()
@@ -137,8 +137,8 @@ def messages_of(given: object) -> list[dict[str, Any]]:
             content = "".join(map(text_part, content))
         if not isinstance(content, str):
             raise BadInput("the content of a message must be text, or a list of parts that are")
-        own: dict[str, Any] = {"tool_calls": tool_calls_of(calls)} if calls else {}
-        read.append({**message, "content": content, **own})
+        extra: dict[str, Any] = {"tool_calls": tool_calls_of(calls)} if calls else {}
+        read.append({**message, "content": content, **extra})
     return read
 
 
@@ -201,14 +201,14 @@ def _sampling_fields(base: Sampling) -> dict[str, str]:
 
 
 def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling options that a row asks for beside its top level."""
-    found = dict[str, Any]()
+    """The sampling options that a row asks for outside its top level."""
+    options = dict[str, Any]()
     for name in ("sampling", "sampling_params", *(["parameters"] if "inputs" in row else [])):
         inner = row.get(name) or {}
         if not isinstance(inner, dict):
             raise BadInput(f'"{name}" must be an object of sampling options')
-        found |= inner
-    return found
+        options |= inner
+    return options
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:

@@ -154,6 +154,6 @@ class Part:
 
     def __exit__(self, *error: object) -> None:
         self.took = time.perf_counter() - self.start
-        own = self.took - (self.clock.total - self.before)
-        self.seconds += own
-        self.clock.total += own
+        seconds = self.took - (self.clock.total - self.before)
+        self.seconds += seconds
+        self.clock.total += seconds

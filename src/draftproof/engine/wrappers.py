@@ -37,11 +37,12 @@ class DrafterWrapper(Drafter):
         self.inner = inner
 
     def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__
-        mine = name in own(self, "__dict__") or any(
+        attribute_of = object.__getattribute__
+        mine = name in attribute_of(self, "__dict__") or any(
             name in kind.__dict__ for kind in type(self).__mro__ if kind not in _DEFAULTS
         )
-        return own(self, name) if mine or name.startswith("__") else getattr(self.inner, name)
+        mine |= name.startswith("__")
+        return attribute_of(self, name) if mine else getattr(self.inner, name)
 
     def for_run(self, rows: int, capacity: int, ops: Ops) -> Self:
         made = copy.copy(self)
@@ -92,13 +93,13 @@ class SourceText(DrafterWrapper):
         self.inner.observe(commit)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        return self.inner.propose(replace(frontier, prefix=self._behind_sources(frontier.prefix)))
+        return self.inner.propose(replace(frontier, prefix=self._after_sources(frontier.prefix)))
 
     def select(self, rows: Sequence[int]) -> None:
         self.in_front, self.begun = [self.in_front[row] for row in rows], len(rows)
         super().select(rows)
 
-    def _behind_sources(self, prefix: Prefix) -> Prefix:
+    def _after_sources(self, prefix: Prefix) -> Prefix:
         device, longest = prefix.tokens.device, max(map(len, self.in_front))
         sizes = torch.tensor([len(source) for source in self.in_front], device=device)
         tokens = torch.nn.functional.pad(prefix.tokens, (longest, 0))

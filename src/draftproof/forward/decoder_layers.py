@@ -97,8 +97,8 @@ class Decoder:
 
 def native_of(module: nn.Module) -> Native | None:
     """A layer, or the whole it is a part of, as our kernels read it."""
-    whole = module.whole if isinstance(module, PackedSlice) else module
-    return whole.native if isinstance(whole, JointLinear) else None
+    linear = module.whole if isinstance(module, PackedSlice) else module
+    return linear.native if isinstance(linear, JointLinear) else None
 
 
 def bare(module: nn.Module) -> Linear:

@@ -102,15 +102,15 @@ class DraftLayers:
         """What each layer, whose attention reads `width(number)` numbers, stores of a token."""
         from transformers import DynamicCache
 
-        found, cache = list[LayerShape](), DynamicCache()
+        shapes, cache = list[LayerShape](), DynamicCache()
         for number, layer in enumerate(self.layers):
             weight = next(layer.parameters())
             inputs = torch.zeros(1, 1, width(number), dtype=weight.dtype, device=weight.device)
             angles = self.angles(inputs, torch.zeros(1, 1, dtype=torch.int64, device=weight.device))
             self.attend(number, inputs, angles, lambda _: None, cast(Any, cache))
             keys, values = cache.layers[number].keys, cache.layers[number].values
-            found.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
-        return found
+            shapes.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+        return shapes
 
 
 def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> DraftLayers:
@@ -134,7 +134,7 @@ def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> Dr
             f"the layers of {name} ({kind}) cannot be made: {first_line(error)}; fetch its "
             "config.json again"
         ) from error
-    fields = {one.name for one in dataclasses.fields(type(config))}
+    fields = {field.name for field in dataclasses.fields(type(config))}
     refuse_unknown(settings, {*fields, *known, *BENIGN}, name)
     return DraftLayers(config, body.layers, rotary)
 
@@ -180,15 +180,15 @@ def checkpoint_folder(model: PreTrainedModel) -> Path:
     if name and Path(name).is_dir():
         return Path(name)
     try:
-        found = cached_file(name, "config.json", local_files_only=True) if name else None
+        path = cached_file(name, "config.json", local_files_only=True) if name else None
     except OSError:
-        found = None
-    if found is None:
+        path = None
+    if path is None:
         raise ModelNotFound(
             f"the folder that {name or 'the model'} was loaded from is not there; load the model "
             "from its checkpoint"
         )
-    return Path(found).parent
+    return Path(path).parent
 
 
 def masks(

@@ -40,8 +40,8 @@ class FastForward:
         self.context, self.kinds, self.layers = decoder.context, decoder.kinds, decoder.layers
         self.embed, self.head, self.head_dim = decoder.embed, decoder.head, decoder.head_dim
         self.native_head = decoder.native_head
-        natives = [self.native_head, *(one for layer in self.layers for one in layer.natives)]
-        self.native = not any(one is None for one in natives)
+        natives = [self.native_head, *(weight for layer in self.layers for weight in layer.natives)]
+        self.native = not any(weight is None for weight in natives)
         self.sharing = self.layers[0].heads // self.layers[0].key_heads
         self.fused = FusedForward.of(self) if use_kernels else None
         self.backend: str | None = None                     # what compiled `forward`, if one did
@@ -109,8 +109,8 @@ class FastForward:
             states.append(hidden)
         states[-1] = hidden = self.decoder.norm(hidden)
         logits = self.head(hidden[:, -1:] if last_only else hidden)
-        some = [states[number] for number in hidden_layers]
-        return logits, torch.stack(some, 2) if some else None
+        selected = [states[number] for number in hidden_layers]
+        return logits, torch.stack(selected, 2) if selected else None
 
     def layer(
         self, layer: DecoderLayer, store: Any, hidden: Tensor, positions: Tensor, mask: Tensor

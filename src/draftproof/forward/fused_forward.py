@@ -47,16 +47,18 @@ class Tables(NamedTuple):
 class FusedForward:
     """Reads up to `NODES` nodes per row with the layers of a `FastForward`."""
 
-    def __init__(self, fast: FastForward, found: Kernels, head: Native, table: Native) -> None:
+    def __init__(self, fast: FastForward, library: Kernels, head: Native, table: Native) -> None:
         decoder = fast.decoder
-        self.fast, self.kernels, self.head = fast, found, head
+        self.fast, self.kernels, self.head = fast, library, head
         # cosines and sines [reach, D] of each kind
         self._ways, self._reach = (Way * len(fast.kinds))(), 0
         self._angles = list[tuple[Tensor, Tensor]]()
         layers = (Layer * len(fast.layers))()
         for number, layer in enumerate(fast.layers):
             layers[number] = Layer(*layer.natives, *layer.weights, layer.kind)
-        widest = max(one.inner.outputs + one.output.size + 3 * one.down.size for one in layers)
+        widest = max(
+            layer.inner.outputs + layer.output.size + 3 * layer.down.size for layer in layers
+        )
         # numbers a token needs on its way through a layer
         self._work = 2 * decoder.hidden_size + widest
         self._held = (layers, head, table)
@@ -76,10 +78,10 @@ class FusedForward:
         fits &= not any(size % 16 for size in sizes)
         fits &= fast.device.type == "cpu" and fast.head_dim <= WIDEST
         fits &= all(kind.window is None or kind.window > NODES for kind in fast.kinds)
-        found, head, table = kernels() if fits else None, fast.native_head, fast.embed.native
-        if found is None or head is None or table is None:
+        library, head, table = kernels() if fits else None, fast.native_head, fast.embed.native
+        if library is None or head is None or table is None:
             return None
-        return FusedForward(fast, found, head, table)
+        return FusedForward(fast, library, head, table)
 
     def takes(self, nodes: int, cache: KVCache) -> bool:
         """Whether a read of so many nodes into this cache can be done here."""
@@ -95,8 +97,8 @@ class FusedForward:
         present = _Present.of(tree) if batch else None
         parents = tree.parents.contiguous()
         read = self._read(len(tokens), parents, first, cache, present)
-        asked = tokens if present is None else present.tokens
-        logits, hidden = self._forward(read, asked, cache, last_only, hidden_layers)
+        tokens_read = tokens if present is None else present.tokens
+        logits, hidden = self._forward(read, tokens_read, cache, last_only, hidden_layers)
         if present is None:
             return logits, hidden
         return present.scatter(logits), present.scatter(hidden) if hidden is not None else None
@@ -167,7 +169,7 @@ class FusedForward:
         self._reach, places, self._angles = positions, torch.arange(positions)[None], []
         for number, kind in enumerate(self.fast.kinds):
             angles = self.fast.angles(kind, places)
-            cos, sin = (one[0].contiguous() for one in angles)
+            cos, sin = (table[0].contiguous() for table in angles)
             self._ways[number] = Way(kind.window or 0, kind.rotary_dim, cos, sin)
             self._angles.append((cos, sin))
 

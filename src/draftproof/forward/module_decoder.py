@@ -39,7 +39,9 @@ def fits(model: PreTrainedModel) -> bool:
         and _activation(config) in ("silu", GELU)
         and all(rotation in ROPE_TYPES for rotation in _rotations(config))
         and getattr(config, "attn_logit_softcapping", None) is None
-        and not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+        and not any(
+            module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+        )
         and _is_original(model)
     )
 
@@ -144,7 +146,7 @@ def decoder_layer(layer: Any, head_dim: int, kind: int) -> DecoderLayer:
     qkv = _parts(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj"))
     gate_up = _parts(mlp, "gate_up_proj", ("gate_proj", "up_proj"))
     heads = int(attention.config.num_attention_heads)
-    key_heads = (sum(one.out_features for one in qkv) // head_dim - heads) // 2
+    key_heads = (sum(linear.out_features for linear in qkv) // head_dim - heads) // 2
     return DecoderLayer(
         input_norm=norm_of(layer.input_layernorm), qkv=_together(*qkv),
         head_norm=_head_norm(attention, heads, key_heads) if head_norms[0] is not None else None,
@@ -152,18 +154,18 @@ def decoder_layer(layer: Any, head_dim: int, kind: int) -> DecoderLayer:
         post_attention=norm_of(post_attention) if post_attention is not None else None,
         mlp_norm=norm_of(mlp_norm), gate_up=_together(*gate_up), down=bare(mlp.down_proj),
         post_mlp=norm_of(post_mlp) if post_mlp is not None else None, heads=heads,
-        key_heads=key_heads, inner_size=sum(one.out_features for one in gate_up) // 2,
+        key_heads=key_heads, inner_size=sum(linear.out_features for linear in gate_up) // 2,
         scale=attention.scaling, kind=kind,
-        weights=tuple(None if one is None else norm_weight(one) for one in norms),
+        weights=tuple(None if norm is None else norm_weight(norm) for norm in norms),
         natives=tuple(
-            native_of(one) for one in (qkv[0], attention.o_proj, gate_up[0], mlp.down_proj)
+            native_of(linear) for linear in (qkv[0], attention.o_proj, gate_up[0], mlp.down_proj)
         )
     )
 
 
-def _parts(module: nn.Module, whole: str, parts: Sequence[str]) -> list[Any]:
+def _parts(module: nn.Module, joined: str, parts: Sequence[str]) -> list[Any]:
     """Layers that read the same inputs: the one of this name where the family has them as one."""
-    return [getattr(module, name) for name in ((whole,) if hasattr(module, whole) else parts)]
+    return [getattr(module, name) for name in ((joined,) if hasattr(module, joined) else parts)]
 
 
 def _together(*linears: nn.Module) -> Linear:
@@ -207,8 +209,8 @@ def _activation(config: Any) -> str | None:
 def _rotations(config: Any) -> list[str]:
     """Kinds of rotary embedding, by name; of each kind of layer where these differ."""
     rope = getattr(config, "rope_parameters", None) or {}
-    several = [one for one in rope.values() if isinstance(one, dict)]
-    return [one.get("rope_type", "default") for one in several or [rope]]
+    several = [kind for kind in rope.values() if isinstance(kind, dict)]
+    return [kind.get("rope_type", "default") for kind in several or [rope]]
 
 
 def _embed_scale(config: Any, embed: Any) -> float:

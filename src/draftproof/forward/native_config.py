@@ -161,8 +161,8 @@ def why_not_native(settings: Mapping[str, Any]) -> str | None:
         "use_bidirectional_attention": getattr(config, "use_bidirectional_attention", False),
         "layer_types": kind == "mistral" and "layer_types" in settings,
         "sliding_window": kind in ("llama", "granite", "seed_oss") and config.sliding_window,
-        "rope_parameters": any(one.get("rope_type", "default") not in ROPE_TYPES
-                               for one in config.rope_parameters.values()),
+        "rope_parameters": any(kind.get("rope_type", "default") not in ROPE_TYPES
+                               for kind in config.rope_parameters.values()),
     }
     strange = next((name for name, is_odd in odd.items() if is_odd), None)
     return None if strange is None else f"its {strange} is not known to our forward"
@@ -196,15 +196,18 @@ def _layer_types(config: NativeConfig) -> list[str]:
 def _rope_parameters(config: NativeConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
     """By kind of layer, "" for all: new and older ways to write them, completed."""
     if config.model_type == "gemma3_text":
-        given = deepcopy(settings.get("rope_parameters") or {})
-        full, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
+        parameters = deepcopy(settings.get("rope_parameters") or {})
+        full, local = (
+            parameters.get("full_attention") or {},
+            parameters.get("sliding_attention") or {},
+        )
         full |= settings.get("rope_scaling") or {}
         full.setdefault("rope_theta", settings.get("rope_theta", 1e6))
         local.setdefault("rope_theta", settings.get("rope_local_base_freq", _LOCAL_THETA))
         return {"full_attention": _completed(config, full),
                 "sliding_attention": _completed(config, local)}
-    given = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    return {"": _completed(config, deepcopy(given))}
+    parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    return {"": _completed(config, deepcopy(parameters))}
 
 
 def _completed(config: NativeConfig, rope: dict[str, Any]) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def read_metadata(cursor: Cursor, count: int) -> Metadata:
     """Read `count` keys with their values.
 
     Args:
-        cursor: At the first key; afterwards behind the last value.
+        cursor: At the first key; afterwards after the last value.
         count: As the header says.
 
     Raises:

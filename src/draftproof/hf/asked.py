@@ -1,4 +1,4 @@
-"""What a call of `model.generate` asked for beside the text: refused by name, or computed."""
+"""What a call of `model.generate` asked for besides the text: refused by name, or computed."""
 
 from __future__ import annotations
 
@@ -42,39 +42,40 @@ def refuse(
     model: Any, ids: Tensor, config: Any, model_kwargs: Mapping[str, Any], synced: bool
 ) -> None:
     """Raise BadInput, by name, for what would change the text, or is asked for and not made."""
-    given = {name: one for name, one in model_kwargs.items() if one is not None}
-    asked = [name for name in NOT_MADE if getattr(config, name, None)]
-    asked += [one for one in asked_and_unknown(config) if one.partition("=")[0] not in HONOURED]
-    asked += [name for name in given if name not in READ_HERE]
+    arguments = {name: value for name, value in model_kwargs.items() if value is not None}
+    refused = [name for name in NOT_MADE if getattr(config, name, None)]
+    refused += [option for option in asked_and_unknown(config)
+                if option.partition("=")[0] not in HONOURED]
+    refused += [name for name in arguments if name not in READ_HERE]
     past, states, cache, positions = (
-        given.get(name) for name in ("past_key_values", "cache_params", "cache", "position_ids")
+        arguments.get(name) for name in ("past_key_values", "cache_params", "cache", "position_ids")
     )
-    types = [one for name, one in given.items() if name.endswith("token_type_ids")]
+    types = [value for name, value in arguments.items() if name.endswith("token_type_ids")]
     hooks = [str(hook) for part in model.modules() for hook in part._forward_pre_hooks.values()]
     for what, is_asked in {
         "cache_implementation='quantized'": config.cache_implementation == "quantized",
         "synced_gpus": synced,
-        "past_key_values of a text (the whole of input_ids is read anew)":
+        "past_key_values of a text (the whole of input_ids is read again)":
             past is not None and past.get_seq_length() > 0,
         "cache_params of a text": states is not None and states.has_previous_state(),
-        "a cache of a text (the whole of input_ids is read anew)": _holds_text(cache),
-        "an image or a video": bool(given.get("mm_encoder_outputs")),
-        "token_type_ids": any(bool(one.any()) for one in types),
+        "a cache of a text (the whole of input_ids is read again)": _holds_text(cache),
+        "an image or a video": bool(arguments.get("mm_encoder_outputs")),
+        "token_type_ids": any(bool(value.any()) for value in types),
         "position_ids other than those of the attention mask":
-            positions is not None and _differ(positions, ids, given.get("attention_mask")),
+            positions is not None and _differ(positions, ids, arguments.get("attention_mask")),
         "a prompt-learning adapter, or another prepare_inputs_for_generation,":
             "prepare_inputs_for_generation" in vars(model),
-        "adapter_names, an adapter for each row,": any("adapter_names" in one for one in hooks),
+        "adapter_names, an adapter for each row,": any("adapter_names" in hook for hook in hooks),
     }.items():  # fmt: skip
-        asked += [what] if is_asked else []
-    if asked:
+        refused += [what] if is_asked else []
+    if refused:
         raise BadInput(
-            f"{asked[0]} was asked for, which draftproof.generate does not honour; leave it out"
+            f"{refused[0]} was asked for, which draftproof.generate does not honour; leave it out"
         )
 
 
 def _counted(mask: Tensor) -> Tensor:
-    """[B, S] positions of tokens behind left padding."""
+    """[B, S] positions of tokens after left padding."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
@@ -97,10 +98,10 @@ def logits_of(
     else:
         extra["input_ids"] = ids
         if mask is not None:
-            behind = mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])
-            whole = torch.cat([mask, behind], 1)
-            extra |= {"attention_mask": whole, "position_ids": _counted(whole)}
-        extra = {name: one for name, one in extra.items() if name in takes}
+            after = mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])
+            full = torch.cat([mask, after], 1)
+            extra |= {"attention_mask": full, "position_ids": _counted(full)}
+        extra = {name: value for name, value in extra.items() if name in takes}
     return tuple(model(**extra).logits[:, -new:].float().unbind(1))
 
 
@@ -109,10 +110,10 @@ def encoded_rows(
 ) -> list[dict[str, Any]]:
     """What the encoder of an encoder-decoder read, row by row, and what each text begins with."""
     output = model_kwargs["encoder_outputs"][0]
-    whole = {"encoder_outputs": output, "attention_mask": model_kwargs.get("attention_mask")}
+    parts = {"encoder_outputs": output, "attention_mask": model_kwargs.get("attention_mask")}
     if inputs is not None:                      # a draft model has an encoder of its own
-        whole[model.main_input_name] = inputs.repeat_interleave(len(output) // len(inputs), 0)
-    given = {name: one for name, one in whole.items() if one is not None}
-    return [{name: one[row : row + 1] for name, one in given.items()}
+        parts[model.main_input_name] = inputs.repeat_interleave(len(output) // len(inputs), 0)
+    present = {name: value for name, value in parts.items() if value is not None}
+    return [{name: value[row : row + 1] for name, value in present.items()}
             | {"decoder_input_ids": torch.tensor([prompt])}
             for row, prompt in enumerate(prompts)]  # fmt: skip

@@ -20,7 +20,7 @@ GENERATION = "transformers.generation.utils"
 
 
 class Call(NamedTuple):
-    """What a call of `model.generate` was given beside the text."""
+    """What a call of `model.generate` was given besides the text."""
 
     assistant_model: Any = None
     streamer: Any = None
@@ -41,11 +41,11 @@ def find_call(inner: CodeType) -> Call:
     above, inside = frame.f_back, False
     while above is not None and above.f_code is not inner:
         if above.f_globals.get("__name__") == GENERATION:
-            inside, given = True, above.f_locals
-            named = {*Call._fields, "custom_generate"} <= {*given}
+            inside, values = True, above.f_locals
+            named = {*Call._fields, "custom_generate"} <= {*values}
             if above.f_code.co_name == "generate" and named:
-                custom = callable(given["custom_generate"])
-                return Call(*map(given.get, Call._fields)) if custom else Call()
+                custom = callable(values["custom_generate"])
+                return Call(*map(values.get, Call._fields)) if custom else Call()
         above = above.f_back
     if inside:
         log.warning(
@@ -79,7 +79,7 @@ class _ModeArguments(dict[str, Any]):
 
 
 def keep_tokenizer() -> None:
-    """Let `generate` find its `tokenizer` for `stop_strings` beside a `custom_generate` function.
+    """Let `generate` find its `tokenizer` for `stop_strings` with a `custom_generate` function.
 
     transformers forgets it there, and then asks for it. Calls of other kinds are as they were.
     """
@@ -92,10 +92,10 @@ def keep_tokenizer() -> None:
         self: Any, custom_generate: Any, kwargs: dict[str, Any], *args: Any, **more: Any
     ) -> Any:
         tokenizer = kwargs.get("tokenizer")
-        found = extract(self, custom_generate, kwargs, *args, **more)
-        if tokenizer is None or not callable(custom_generate) or "tokenizer" in found:
-            return found
-        kept = _ModeArguments(found)
+        arguments = extract(self, custom_generate, kwargs, *args, **more)
+        if tokenizer is None or not callable(custom_generate) or "tokenizer" in arguments:
+            return arguments
+        kept = _ModeArguments(arguments)
         kept.tokenizer = tokenizer
         return kept
 

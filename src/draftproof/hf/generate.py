@@ -48,7 +48,7 @@ WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k",
 ENGINES = 4
 """Kept with a model."""
 ENCODED = ("encoder_outputs", "attention_mask", "decoder_attention_mask")
-"""What a forward of an encoder-decoder is given beside its text."""
+"""What a forward of an encoder-decoder is given besides its text."""
 
 
 class _Engines(dict[Any, Engine]):
@@ -85,11 +85,11 @@ def generate(
         refuse(model, input_ids, config, model_kwargs, synced_gpus)
         engine = _engine(model, assistant_model, drafter, num_assistant_tokens, acceptance, config)
         prompts = without_padding(input_ids, mask)
-        asked = _sampling(input_ids, prompts, processors, criteria, bool(config.do_sample))
+        sampling = _sampling(input_ids, prompts, processors, criteria, bool(config.do_sample))
         rows: list[Any] = prompts
         if encodes:
             rows = encoded_rows(model, prompts, inputs_tensor, model_kwargs)
-        new = _decode(engine, input_ids, rows, criteria, asked, config, streamer)
+        new = _decode(engine, input_ids, rows, criteria, sampling, config, streamer)
         sequences = torch.cat([input_ids, new.to(input_ids.device)], 1)
         if not config.return_dict_in_generate:
             return sequences
@@ -100,7 +100,7 @@ def generate(
     if logits is not None and config.output_scores:
         process, start = LogitsProcessorList(processors), input_ids.shape[1]
         scores = tuple(
-            process(sequences[:, : start + step], one.clone()) for step, one in enumerate(logits)
+            process(sequences[:, : start + step], row.clone()) for step, row in enumerate(logits)
         )
     kind = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
     return kind(
@@ -122,22 +122,24 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 def _decode(
     engine: Engine, ids: Tensor, prompts: list[Any], criteria: list[Any],
-    asked: list[Sampling], config: Any, streamer: Any,
+    sampling: list[Sampling], config: Any, streamer: Any,
 ) -> Tensor:  # fmt: skip
-    """[B, new] tokens behind [B, S] ids: rows that end early go on with padding.
+    """[B, new] tokens after [B, S] ids: rows that end early go on with padding.
 
     Streamer and criteria hear of one token of all rows at a time, as from transformers, however
     many came in a round: a criterion may look at the whole batch, and keep state. Without an end
     token a row goes on until all have ended.
     """
-    lengths = [one.max_length for one in criteria if isinstance(one, MaxLengthCriteria)]
+    lengths = [criterion.max_length for criterion in criteria
+               if isinstance(criterion, MaxLengthCriteria)]
     limit, pads = min(lengths or [config.max_length]), any(map(_ends, criteria))
-    own = [one for one in criteria if not (isinstance(one, MaxLengthCriteria) or _ends(one))]
-    stops, filler = StoppingCriteriaList(own), getattr(config, "_pad_token_tensor", None)
+    others = [criterion for criterion in criteria
+              if not (isinstance(criterion, MaxLengthCriteria) or _ends(criterion))]
+    stops, filler = StoppingCriteriaList(others), getattr(config, "_pad_token_tensor", None)
     pad = 0 if filler is None else int(filler)
     new, going = list[list[int]](), [True] * len(prompts)
     most = int(limit) - ids.shape[1]
-    requests = engine.read(prompts, max_new_tokens=most, sampling=asked)
+    requests = engine.read(prompts, max_new_tokens=most, sampling=sampling)
     rows = [request.sequences[0] for request in requests]
     with engine.scheduled(requests, len(prompts)) as scheduler:
         while any(going) and scheduler.has_unfinished_requests():
@@ -155,7 +157,7 @@ def _decode(
                 if streamer is not None:
                     streamer.put(torch.tensor(new[-1]))
                 stopped = [False] * len(rows)
-                if own:
+                if others:
                     text = torch.cat([ids, torch.tensor(new).T.to(ids)], 1)
                     stopped = stops(text, None).tolist()
                 going = [goes and not stop and not _over(row, step + 1)
@@ -183,13 +185,13 @@ def _sampling(
     while drawn and rest and (kind := type(rest[-1])) in order and _is_option(rest[-1]):
         order = order[: order.index(kind)]
         options[WARPERS[kind]] = getattr(rest.pop(), WARPERS[kind])
-    ends = [token for one in criteria if isinstance(one, EosTokenCriteria)
-            for token in one.eos_token_id.flatten().tolist()]  # fmt: skip
+    ends = [token for criterion in criteria if isinstance(criterion, EosTokenCriteria)
+            for token in criterion.eos_token_id.flatten().tolist()]  # fmt: skip
     seeds = torch.randint(2**62, (len(prompts),)).tolist() if drawn else [0] * len(prompts)
     return [
         Sampling(
             **options, seed=seed, stop_tokens=ends,
-            processors=[_Processor(one, ids, row, len(prompt)) for one in rest],
+            processors=[_Processor(rule, ids, row, len(prompt)) for rule in rest],
         )
         for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]

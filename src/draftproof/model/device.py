@@ -38,7 +38,7 @@ class Device:
     where: torch.device
 
     @staticmethod
-    def found(name: str | None = None) -> Device:
+    def from_name(name: str | None = None) -> Device:
         """The device of this name, or the best there is; raises BadInput, in one sentence, if it is
         not there."""
         if name is None:

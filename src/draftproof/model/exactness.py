@@ -1,7 +1,7 @@
 """Exactness classes: which reads give the same bits. Kernels are chosen by shape, so the machine
 has to be asked.
 
-Inside a class, the logits of a position are the same bits whatever stands beside it: one token or
+Inside a class, the logits of a position are the same bits whatever is read with it: one token or
 many, chain or tree, one row or several. Where plain decoding and verification share a class, the
 text is the same bit for bit.
 """
@@ -89,7 +89,7 @@ def _largest(sizes: dict[Any, int], gaps: dict[Any, float]) -> int:
 
 
 def _logits(target: Target, text: Tensor, rows: int, width: int, extra: int = 0) -> Tensor:
-    """[L, V] logits of `text` behind its lead in the last of `rows` equal rows: `width` tokens of
+    """[L, V] logits of `text` after its lead in the last of `rows` equal rows: `width` tokens of
     it are read and committed at a time, each with `extra` wrong siblings."""
     cache = target.new_cache(rows, 256)
     view = cache.rows(0, 1)

@@ -38,7 +38,7 @@ class GGUFSource:
         model: What it says about its model.
         dtype: What is computed in.
         kind: `BLOCKS` keeps matrices in the blocks of the file; None unpacks them to `dtype`;
-            "int8" or "int4" quantises them anew.
+            "int8" or "int4" quantises them again.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GGUFSource:
         else:
             weights = [dequantize(part, self.dtype) for part in parts]
             layer = pack(names, weights, joined, self.kind)
-        for name in names:                  # the mapped pages would stay beside the packed copy
+        for name in names:                  # the mapped pages would stay next to the packed copy
             release(self.file.tensors[self.model.tensors[f"{name}.weight"].name].data)
         return layer
 

@@ -27,7 +27,7 @@ CHECK_TREE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """float64 has float32 inside."""
 ROUNDS = ((3, (3, 3)), (1, (1, 1)), (4, (2, 4)), (4, (4, 1)), (1, (1, 1)), (5, (2, 3)), (2, (2, 2)))
-"""Nodes read of each of two rows, and how many of them are committed; the others are astray."""
+"""Nodes read of each of two rows, and how many of them are committed; the others are rejected."""
 
 
 def inspect(target: ModuleTarget) -> Facts:
@@ -82,7 +82,7 @@ def examine(target: ModuleTarget) -> Facts:
     if getattr(quantized, "load_in_8bit", False) and quantized.llm_int8_threshold > 0:
         raise UnsupportedModel(
             f"{target.name} is in bitsandbytes' 8 bits with outliers, where a token depends on "
-            "those read beside it; load it with llm_int8_threshold=0, or in 4 bits"
+            "those read with it; load it with llm_int8_threshold=0, or in 4 bits"
         )
     text = target.check_text(10)
     chain = CheckedRead.of(stock, text, TreeShape.chain(4), together=False)
@@ -112,7 +112,7 @@ def examine(target: ModuleTarget) -> Facts:
 
 
 class CheckedRead(NamedTuple):
-    """A tree behind committed tokens `lead` [1, L], and the model's own logits [N, V] behind each
+    """A tree after committed tokens `lead` [1, L], and the model's own logits [N, V] after each
     of its nodes."""
 
     lead: Tensor
@@ -155,11 +155,11 @@ def _reads_single_steps(target: ModuleTarget) -> bool:
     but by rounding their time step otherwise. Refuses one whose rows cannot go on from states."""
     single = False
     try:
-        worst = _error_behind_states(
+        worst = _error_after_states(
             target.with_facts(replace(target.facts, single_steps=False))
         )
         enough = max(4 * worst, 0.3 * target.tolerance)
-        single = _error_behind_states(
+        single = _error_after_states(
             target.with_facts(replace(target.facts, single_steps=True))
         ) <= enough
     except FAILURES:
@@ -172,7 +172,7 @@ def _reads_single_steps(target: ModuleTarget) -> bool:
     return single
 
 
-def _error_behind_states(target: ModuleTarget) -> float:
+def _error_after_states(target: ModuleTarget) -> float:
     """The largest difference of logits in rounds of two rows, read at once and node by node,
     relative to the largest."""
     length = sum(max(counts) for _, counts in ROUNDS)

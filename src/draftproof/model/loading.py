@@ -59,7 +59,7 @@ def load_model(
                 f"{name} holds an adapter (LoRA) that is not merged into its model; merge it with "
                 "peft's merge_and_unload, save that, and name its folder"
             )
-        place, wanted = Device.found(device), dtype_named(dtype) or "auto"
+        place, wanted = Device.from_name(device), dtype_named(dtype) or "auto"
         place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
         if GGUFFile.recognises(name):
             if sharding is not None:
@@ -139,7 +139,7 @@ def _load_gguf(name: str, dtype: torch.dtype | str, place: Device) -> PreTrained
 def load_tokenizer(
     model: str | Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | FastTokenizer | None:
-    """The tokenizer beside a model, or in its GGUF file; None if there is none."""
+    """The tokenizer in a model's folder, or in its GGUF file; None if there is none."""
     name = resolve(model)
     if GGUFFile.recognises(name):
         return gguf_tokenizer(name)

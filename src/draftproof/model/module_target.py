@@ -185,7 +185,7 @@ class ModuleTarget(Target):
         hidden_layers: tuple[int, ...]
     ) -> Reading:
         if isinstance(cache, StateCache):
-            return self._read_behind_states(tree, cache, first, last_only, hidden_layers)
+            return self._read_after_states(tree, cache, first, last_only, hidden_layers)
         if self.fast is not None:
             return super().read(
                 tree, cache, first=first, last_only=last_only, hidden_layers=hidden_layers
@@ -200,7 +200,7 @@ class ModuleTarget(Target):
         with placed(place):
             return self._forward(tokens, masks, positions, cache, int(last_only), hidden_layers)
 
-    def _read_behind_states(
+    def _read_after_states(
         self, tree: TokenTree, cache: StateCache, first: int, last_only: bool,
         hidden_layers: tuple[int, ...]
     ) -> Reading:
@@ -250,7 +250,7 @@ class ModuleTarget(Target):
         """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on
         the right.
 
-        weights: [B, S] passed through. hidden_layers: as in `read`. logits: return those behind
+        weights: [B, S] passed through. hidden_layers: as in `read`. logits: return those after
         every token as well.
         """
         out: Any = self.model(
@@ -269,7 +269,7 @@ class ModuleTarget(Target):
         return torch.nn.functional.embedding(tokens, table.weight) if raw else table(tokens)
 
     def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor:
-        """[..., V] logits of hidden states behind the final norm, scaled or capped where the
+        """[..., V] logits of hidden states after the final norm, scaled or capped where the
         model's own are; raw: as the head has them."""
         # packed weights know no gradients
         packed = self.fast if torch.is_inference_mode_enabled() else None

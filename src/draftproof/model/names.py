@@ -67,7 +67,7 @@ def not_on_the_hub(name: str, why: str) -> str:
 
 def near(name: str, known: Iterable[str] = ()) -> str:
     """`` (near it: X, Y)``: files and folders with names like this one, or nothing."""
-    choices = {*_models_beside(Path(name)), *known, *embedded_names()}
+    choices = {*_models_near(Path(name)), *known, *embedded_names()}
     wanted = Path(name).name
     by_name = {Path(choice).name.lower(): choice for choice in choices}
     found = get_close_matches(wanted.lower(), by_name, 3, 0.6)
@@ -76,7 +76,7 @@ def near(name: str, known: Iterable[str] = ()) -> str:
     return f" (near it: {', '.join(paths)})" if paths else ""
 
 
-def _models_beside(path: Path) -> Iterator[str]:
+def _models_near(path: Path) -> Iterator[str]:
     """Models in the folder where a missing one was expected."""
     try:
         entries = list(path.expanduser().parent.iterdir())[:2000]

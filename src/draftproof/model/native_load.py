@@ -19,7 +19,7 @@ from draftproof.weights.tensor_source import SafetensorsSource
 log = logging.getLogger("draftproof")
 
 IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
-"""Ends of the names of tensors that need not be read: tables computed anew, and tied heads."""
+"""Ends of the names of tensors that need not be read: tables computed again, and tied heads."""
 
 
 class NativeFolder(NamedTuple):
@@ -71,7 +71,7 @@ def native_folder(
         return None
     if (folder / "adapter_config.json").is_file() or (trust_remote_code and "auto_map" in settings):
         return None
-    place = Device.found(device)
+    place = Device.from_name(device)
     stored = settings.get("dtype", settings.get("torch_dtype"))
     if dtype is None and stored == "bfloat16":
         dtype = place.dtype_for(torch.bfloat16)

@@ -164,7 +164,7 @@ def load_sharded(
 ) -> PreTrainedModel:
     """This rank's part of a causal LM, cut by "tensor" (transformers) or "deepspeed"; called like a
     whole one."""
-    if device not in (None, Device.found().kind):
+    if device not in (None, Device.from_name().kind):
         raise BadInput(
             f"device was {device!r}, and the ranks of a parallel run each take one; leave it out"
         )
@@ -190,7 +190,7 @@ def _by_plan(
             "'deepspeed'"
         )
     if dtype is None:                               # parts are not cast when they are loaded
-        dtype = Device.found().dtype_for(config.dtype or torch.float32)
+        dtype = Device.from_name().dtype_for(config.dtype or torch.float32)
     from transformers.distributed import DistributedConfig
 
     sharding = DistributedConfig(tp_size=group.size, tp_plan="auto")

@@ -1,5 +1,5 @@
-"""The C library: compiled from the sources beside this file for a level of the processor, kept, and
-loaded.
+"""The C library: compiled from the sources next to this file for a level of the processor, kept,
+and loaded.
 
 A wheel brings it for every level (setup.py). From a source tree it is compiled at first use, into
 the user's cache folder.
@@ -170,7 +170,7 @@ def name_of(build: str) -> str:
 
 def cache_folder() -> Path:
     """Where what took long is kept between starts: in the user's cache, or where that cannot be
-    written beside temporary files. What another user can put there is not run: raises OSError."""
+    written among temporary files. What another user can put there is not run: raises OSError."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~").expanduser() / ".cache")
     user = os.getuid() if hasattr(os, "getuid") else 0
     for folder in (base / "draftproof", Path(tempfile.gettempdir()) / f"draftproof-{user}"):
@@ -186,7 +186,7 @@ def cache_folder() -> Path:
 
 def _found(build: str) -> Path:
     """The library of a build: the wheel's, or one that was compiled before, or now. What is damaged
-    is not loaded but compiled anew, and so is what another user may have written."""
+    is not loaded but compiled again, and so is what another user may have written."""
     name = name_of(build)
     shipped = HERE / "built" / name
     if shipped.exists() and is_intact(shipped):

@@ -1,6 +1,6 @@
 """What the C sources declare, for ctypes: structures and functions, read from the sources.
 
-The sources also say what each pointer points to: its type, and in a comment behind its name how
+The sources also say what each pointer points to: its type, and in a comment after its name how
 many elements the function reads or writes, such as `const bf16 *logits /* [rows, vocab] */`, or
 `/* [vocab] or null */`. Every tensor is compared with that before its address goes to C.
 """
@@ -182,7 +182,7 @@ class Structure(ctypes.Structure):
 
 @cache
 def _text() -> tuple[str, list[tuple[str, bool]]]:
-    """All sources without comments; behind a name, @i@ stands for the i-th note on its size."""
+    """All sources without comments; after a name, @i@ stands for the i-th note on its size."""
     notes = list[tuple[str, bool]]()
 
     def noted(match: re.Match[str]) -> str:

@@ -111,7 +111,7 @@ class Stores:
         return cls(stores, found) if there and found is not None else None
 
     def keep(self, nodes: Tensor, lengths: Tensor) -> None:
-        """Move nodes [rows, D], ascending in each row, to the front of the scratch behind `lengths`
+        """Move nodes [rows, D], ascending in each row, to the front of the scratch after `lengths`
         [rows], in all stores."""
         self.kernels(
             "keep", self.places, self._heads, self._bytes, self.count, self.capacity, self.rows,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def enlarge(tensor: Tensor) -> Tensor:
-    """Ask for large pages behind a tensor that nothing was written to yet; returns it.
+    """Ask for large pages for a tensor that nothing was written to yet; returns it.
 
     Weights are read from end to end for every token. By pages of 4 KiB the processor looks up a
     quarter of a million of them per GB, and in a virtual machine each lookup is long.
@@ -23,7 +23,7 @@ def enlarge(tensor: Tensor) -> Tensor:
 
 
 def release(tensor: Tensor, *, read_again: bool = False) -> None:
-    """Let go of the whole pages behind a weight that nobody reads again; the mapped checkpoint
+    """Let go of the whole pages of a weight that nobody reads again; the mapped checkpoint
     would keep them resident. Of one that somebody does, only if they come back from its file."""
     if sys.platform == "linux" and (not read_again or _is_mapped(tensor)):
         _advise(tensor, mmap.MADV_DONTNEED)

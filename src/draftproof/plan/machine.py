@@ -17,7 +17,7 @@ from typing import NamedTuple
 from draftproof.errors import BadInput
 
 LIGHT = "light"
-"""Stands for what a drafter without weights costs beside its own drafting."""
+"""Stands for what a drafter without weights costs besides its own drafting."""
 OVERHEAD = 1e-3
 """Seconds of a round that no data sheet says: launches, the host."""
 PRESETS = {
@@ -68,7 +68,7 @@ class Machine:
     measured: bool = True
 
     def round(self, sampled: bool, rows: float, nodes: float, context: float) -> float:
-        """A round without its draft: `nodes` read behind the root of each row. Between numbers of
+        """A round without its draft: `nodes` read after the root of each row. Between numbers of
         rows that were timed, as many tokens in all take about as long."""
         tokens, more = rows * (1 + nodes), self.per_context * rows * context
         curves = self._curves("", sampled)
@@ -85,7 +85,7 @@ class Machine:
 
     def times(self, drafter: str) -> bool:
         """Whether its drafts were timed; otherwise they take what they took here."""
-        return any(one.drafter == drafter for one in self.timed)
+        return any(timing.drafter == drafter for timing in self.timed)
 
     def _curves(self, drafter: str, sampled: bool) -> list[tuple[float, Curve]]:
         """Per number of rows its seconds by nodes; of greedy rounds, if no others were timed."""
@@ -93,11 +93,13 @@ class Machine:
 
     @cached_property
     def _tables(self) -> dict[tuple[str, bool], list[tuple[float, Curve]]]:
-        found: dict[tuple[str, bool], list[tuple[float, Curve]]] = {}
-        for (drafter, sampled, rows), some in groupby(sorted(self.timed), lambda one: one[:3]):
-            curve = tuple((one.nodes, one.seconds) for one in some)
-            found.setdefault((drafter, sampled), []).append((rows, curve))
-        return found
+        tables: dict[tuple[str, bool], list[tuple[float, Curve]]] = {}
+        for (drafter, sampled, rows), timings in groupby(
+            sorted(self.timed), lambda timing: timing[:3]
+        ):
+            curve = tuple((timing.nodes, timing.seconds) for timing in timings)
+            tables.setdefault((drafter, sampled), []).append((rows, curve))
+        return tables
 
 
 def along(curve: Sequence[tuple[float, float]], x: float) -> float:
@@ -134,22 +136,22 @@ def by_figures(
                    target.position_bytes / bandwidth, unread, 0.1, measured=False)  # fmt: skip
 
 
-def read_machine(given: str, model: str, target: Size, drafts: Mapping[str, Size]) -> Machine:
+def read_machine(source: str, model: str, target: Size, drafts: Mapping[str, Size]) -> Machine:
     """A preset by its name, or a file: what `plan --json` wrote, or figures of a data sheet."""
-    file, name = Path(given), given.lower()
+    file, name = Path(source), source.lower()
     if name in PRESETS:
         return by_figures(name, model, *PRESETS[name], target, drafts)
     if not file.is_file():
-        raise BadInput(f"machine was {given!r}; give a file, or one of {', '.join(PRESETS)}")
+        raise BadInput(f"machine was {source!r}; give a file, or one of {', '.join(PRESETS)}")
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        found = found.get("machine", found)
-        if "timed" not in found:
-            speeds = float(found["bandwidth"]), float(found["compute"])
-            return by_figures(str(found.get("name", file.stem)), model, *speeds, target, drafts)
-        timed = tuple(Timed(*one) for one in found["timed"])
-        prompts, noise = tuple(map(tuple, found["prompts"])), tuple(found["noise"])
-        machine = Machine(**found | {"timed": timed, "prompts": prompts, "noise": noise})
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = facts.get("machine", facts)
+        if "timed" not in facts:
+            speeds = float(facts["bandwidth"]), float(facts["compute"])
+            return by_figures(str(facts.get("name", file.stem)), model, *speeds, target, drafts)
+        timed = tuple(Timed(*row) for row in facts["timed"])
+        prompts, noise = tuple(map(tuple, facts["prompts"])), tuple(facts["noise"])
+        machine = Machine(**facts | {"timed": timed, "prompts": prompts, "noise": noise})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         wanted = 'what plan --json wrote, or {"bandwidth": bytes/s, "compute": operations/s}'
         raise BadInput(f"{file} says no machine ({error}); it must hold {wanted}") from error

@@ -36,7 +36,7 @@ REPLAYS = 5
 AUTO, PLAIN = "auto", "none"
 """The budget that measures as it goes, as by default; the drafter that drafts nothing."""
 LEARNED = ("accepted", "offered", "hits", "tries", "chain", "per_unread")
-"""What an adaptive budget has learned, beside costs."""
+"""What an adaptive budget has learned besides costs."""
 
 
 @dataclass(frozen=True)
@@ -86,25 +86,26 @@ class Plan:
 
     def rows(self) -> list[Prediction]:
         """Per drafter and setting the best budget."""
-        found: dict[Any, Prediction] = {}
-        for one in self.predictions:
-            key = one.temperature, one.batch, one.drafter
-            found[key] = max(found.get(key, one), one, key=attrgetter("speed_up"))
-        return list(found.values())
+        best: dict[Any, Prediction] = {}
+        for prediction in self.predictions:
+            key = prediction.temperature, prediction.batch, prediction.drafter
+            best[key] = max(best.get(key, prediction), prediction, key=attrgetter("speed_up"))
+        return list(best.values())
 
     def best(self, drafted: bool = False) -> Prediction:
         """The fastest of the first setting, plain decoding included or not."""
         first = self.config.batches[0], self.config.temperatures[0]
-        return max((one for one in self.predictions if (one.batch, one.temperature) == first
-                    and not (drafted and one.drafter == PLAIN)),
+        return max((prediction for prediction in self.predictions
+                    if (prediction.batch, prediction.temperature) == first
+                    and not (drafted and prediction.drafter == PLAIN)),
                    key=attrgetter("speed_up"))  # fmt: skip
 
 
 class Planner:
     """Holds what predictions share: texts as the target knows them, drafts, the machine.
 
-    plain: an engine of the target without a drafter. logs: texts it has written, beside those that
-    it writes now behind `prompts`. learned: by drafter, what its adaptive budget has learned.
+    plain: an engine of the target without a drafter. logs: texts it has written, besides those that
+    it writes now after `prompts`. learned: by drafter, what its adaptive budget has learned.
     """
 
     def __init__(
@@ -113,111 +114,116 @@ class Planner:
         progress: Callable[[str], None] = lambda what: None,
     ) -> None:  # fmt: skip
         self.plain, self.drafters, self.config, self.progress = plain, drafters, config, progress
-        self.models = {name: one for name, one in drafters.items() if isinstance(one, DraftModel)}
-        layers = {one.hidden_layers for one in drafters.values() if one.hidden_layers}
+        self.models = {name: drafter for name, drafter in drafters.items()
+                       if isinstance(drafter, DraftModel)}
+        layers = {drafter.hidden_layers for drafter in drafters.values() if drafter.hidden_layers}
         if len(layers) > 1:
             raise BadInput("drafters that read different hidden layers cannot be planned at once")
         self.layers = next(iter(layers), ())
         self.size, self.learned = size_of(plain.target), dict[str, Any]()
         self._plain: dict[tuple[float, int], float] = {}    # seconds without drafts
-        self.texts = {heat: self._texts(prompts, logs, heat) for heat in config.temperatures}
+        self.texts = {temperature: self._texts(prompts, logs, temperature)
+                      for temperature in config.temperatures}
         self.machine = self._machine()
         progress("draft models read what was written")
         self.drafts = {
-            (name, heat): [drafts_of(plain, text, cast(Target, one.model)) for text in texts]
-            for name, one in self.models.items() for heat, texts in self.texts.items()
+            (name, temperature): [drafts_of(plain, text, cast(Target, drafter.model))
+                                  for text in texts]
+            for name, drafter in self.models.items() for temperature, texts in self.texts.items()
         }
 
     def plan(self) -> Plan:
         """All predictions."""
-        found = list[Prediction]()
-        for heat, batch in product(self.config.temperatures, self.config.batches):
-            found.append(self.predict(PLAIN, batch, heat, 0))
+        predictions = list[Prediction]()
+        for temperature, batch in product(self.config.temperatures, self.config.batches):
+            predictions.append(self.predict(PLAIN, batch, temperature, 0))
             for name, drafter in self.drafters.items():
-                self.progress(f"replaying: {name}, batch {batch}, T = {heat:g}")
+                self.progress(f"replaying: {name}, batch {batch}, T = {temperature:g}")
                 sizes: list[int | str] = [*presets(drafter.default_budget)[1:], AUTO]
-                found += [self.predict(name, batch, heat, one) for one in sizes]
+                predictions += [self.predict(name, batch, temperature, size) for size in sizes]
         count = sum(map(len, self.texts.values()))
-        return Plan(self.plain.target.name, self.config, self.machine, count, found, self.learned)
+        name = self.plain.target.name
+        return Plan(name, self.config, self.machine, count, predictions, self.learned)
 
-    def predict(self, name: str, batch: int, heat: float, size: int | str) -> Prediction:
+    def predict(self, name: str, batch: int, temperature: float, size: int | str) -> Prediction:
         """One configuration, replayed: `size` draft tokens in every round, or as many as an
         adaptive budget chooses."""
-        texts, total, runs = self.repeated(heat, batch), RoundStats(), []
+        texts, total, runs = self.repeated(temperature, batch), RoundStats(), []
         for seed in range(REPLAYS if size == AUTO else 1):
-            drafter = self._played(name, heat, texts)
+            drafter = self._played(name, temperature, texts)
             budget = Adaptive(drafter.default_budget) if size == AUTO else Fixed(int(size))
             runs.append(replay(self.plain, drafter, texts, budget, self.machine, batch, name, seed))
             if isinstance(budget, Adaptive):
                 self.learned.setdefault(name, learned(budget))
         seconds, done = sorted(runs, key=itemgetter(0))[len(runs) // 2]
         if name == PLAIN:
-            self._plain[heat, batch] = seconds
-        elif (heat, batch) not in self._plain:
-            self.predict(PLAIN, batch, heat, 0)
-        for one in done:
-            total.add(one.stats)
-        chance = pstdev(one / seconds for one, _ in runs)
+            self._plain[temperature, batch] = seconds
+        elif (temperature, batch) not in self._plain:
+            self.predict(PLAIN, batch, temperature, 0)
+        for completion in done:
+            total.add(completion.stats)
+        chance = pstdev(time / seconds for time, _ in runs)
         error = 2 * math.hypot(self._error(done), chance) if name != PLAIN else 0.0
-        up, price = self._plain[heat, batch] / seconds, self.config.price
-        per_second = sum(len(one.tokens) for one in done) / seconds
+        up, price = self._plain[temperature, batch] / seconds, self.config.price
+        per_second = sum(len(completion.tokens) for completion in done) / seconds
         longest = max(len(text.tokens) for text in texts)
         return Prediction(
-            name, batch, heat, size, total.tokens_per_round, per_second,
+            name, batch, temperature, size, total.tokens_per_round, per_second,
             up, up * max(0.0, 1 - error), up * (1 + error), total.acceptance_by_position,
             self.size.bytes + self._draft_bytes(name) + batch * longest * self.size.position_bytes,
             price / 3600 / per_second * 1e6 if price is not None else None,
         )  # fmt: skip
 
-    def repeated(self, heat: float, batch: int) -> list[Text]:
+    def repeated(self, temperature: float, batch: int) -> list[Text]:
         """The texts, as often as a batch needs them to be full."""
-        return self.texts[heat] * math.ceil(batch / len(self.texts[heat]))
+        return self.texts[temperature] * math.ceil(batch / len(self.texts[temperature]))
 
     def _texts(
-        self, prompts: Sequence[Sequence[int]], logs: Sequence[Text], heat: float
+        self, prompts: Sequence[Sequence[int]], logs: Sequence[Text], temperature: float
     ) -> list[Text]:
         """What the target has written or writes now, with what it knew on the way."""
-        wanted = replace(self.plain.sampling, temperature=heat)
-        found = [text._replace(sampling=wanted) for text in logs]
+        wanted = replace(self.plain.sampling, temperature=temperature)
+        texts = [text._replace(sampling=wanted) for text in logs]
         if prompts:
-            self.progress(f"the target writes, T = {heat:g}")
+            self.progress(f"the target writes, T = {temperature:g}")
             samplings = [replace(wanted, seed=seed) for seed in range(len(prompts))]
             done = self.plain.generate([list(prompt) for prompt in prompts], sampling=samplings,
                                        max_new_tokens=self.config.tokens, batch_size=8)
-            found += [Text([*one, *new.tokens], len(one), sampling)
-                      for one, new, sampling in zip(prompts, done, samplings, strict=True)]
-        found = [text for text in found if len(text.tokens) > text.prompt + 1]
-        if not found:
-            raise BadInput("the target writes nothing behind these prompts; give others")
-        self.progress(f"reading what was written, T = {heat:g}")
-        return [recorded(self.plain, text, self.layers) for text in found]
+            texts += [Text([*prompt, *new.tokens], len(prompt), sampling)
+                      for prompt, new, sampling in zip(prompts, done, samplings, strict=True)]
+        texts = [text for text in texts if len(text.tokens) > text.prompt + 1]
+        if not texts:
+            raise BadInput("the target writes nothing after these prompts; give others")
+        self.progress(f"reading what was written, T = {temperature:g}")
+        return [recorded(self.plain, text, self.layers) for text in texts]
 
     def _machine(self) -> Machine:
         config, target = self.config, self.plain.target
         if config.machine is not None:
-            sizes = {name: size_of(one.model) for name, one in self.models.items()}
+            sizes = {name: size_of(drafter.model) for name, drafter in self.models.items()}
             return read_machine(config.machine, target.name, self.size, sizes)
         prompts = [text.tokens[: text.prompt] for text in self.texts[config.temperatures[0]]]
-        most = max((one.default_budget for one in self.drafters.values()), default=0)
-        timed = {name: one for name, one in self.drafters.items() if not is_light(name)}
-        if light := [one for name, one in self.drafters.items() if name not in timed]:
-            top = max(one.wants_top for one in light)
+        most = max((drafter.default_budget for drafter in self.drafters.values()), default=0)
+        timed = {name: drafter for name, drafter in self.drafters.items() if not is_light(name)}
+        if light := [drafter for name, drafter in self.drafters.items() if name not in timed]:
+            top = max(drafter.wants_top for drafter in light)
             timed[LIGHT] = Noise(target.vocab_size, silent=True, top=top)
             timed[LIGHT].default_budget = most
         return probe(self.plain, prompts, config.batches, config.temperatures, presets(most), timed,
                      self.progress)
 
-    def _played(self, name: str, heat: float, texts: Sequence[Text]) -> Playback:
+    def _played(self, name: str, temperature: float, texts: Sequence[Text]) -> Playback:
         """A drafter that knows nothing yet of these texts."""
         drafter = Plain() if name == PLAIN else self.drafters[name]
         if isinstance(drafter, DraftModel):
-            known = self.drafts[name, heat]
+            known = self.drafts[name, temperature]
             return PlayedDraft(texts, known * (len(texts) // len(known)), drafter)
         return PlayedDrafter(texts, copy.deepcopy(drafter) if is_light(name) else drafter)
 
     def _error(self, done: Sequence[Completion]) -> float:
         """Relative standard error: of tokens per round over texts, and of seconds."""
-        rates = np.array([(one.stats.emitted, one.stats.rounds) for one in done], dtype=float)
+        stats = [completion.stats for completion in done]
+        rates = np.array([(row.emitted, row.rounds) for row in stats], dtype=float)
         picks = np.random.default_rng(0).integers(len(rates), size=(200, len(rates)))
         emitted, rounds = np.moveaxis(rates[picks].sum(1), 1, 0)
         ratios = emitted / np.maximum(rounds, 1)
@@ -228,24 +234,26 @@ class Planner:
         if isinstance(drafter, DraftModel):
             return 0.0 if drafter.model is self.plain.target else size_of(drafter.model).bytes
         heads = getattr(drafter, "head", None)
-        return float(sum(one.nbytes for one in heads.parameters())) if heads is not None else 0.0
+        if heads is None:
+            return 0.0
+        return float(sum(parameter.nbytes for parameter in heads.parameters()))
 
 
 def learned(budget: Adaptive) -> dict[str, Any]:
     """What `begin_with` needs, as JSON."""
-    costs = [[*shape, one.mean, one.seen] for shape, one in budget.costs.items()]
-    found = {name: getattr(budget, name) for name in LEARNED}
-    return {"most": budget.most, "sizes": budget.sizes, "costs": costs} | found
+    costs = [[*shape, cost.mean, cost.seen] for shape, cost in budget.costs.items()]
+    values = {name: getattr(budget, name) for name in LEARNED}
+    return {"most": budget.most, "sizes": budget.sizes, "costs": costs} | values
 
 
-def begin_with(found: Mapping[str, Any]) -> Adaptive:
+def begin_with(learned: Mapping[str, Any]) -> Adaptive:
     """A budget that begins with what another had learned."""
-    budget = Adaptive(found["most"], sizes=found["sizes"])
+    budget = Adaptive(learned["most"], sizes=learned["sizes"])
     for name in LEARNED:
-        setattr(budget, name, found[name])
-    for rows, context, mean, seen in found["costs"]:
-        budget.now = budget.costs[rows, context] = one = Costs(budget.sizes)
-        one.mean, one.seen = list(mean), list(seen)
+        setattr(budget, name, learned[name])
+    for rows, context, mean, seen in learned["costs"]:
+        budget.now = budget.costs[rows, context] = table = Costs(budget.sizes)
+        table.mean, table.seen = list(mean), list(seen)
     return budget
 
 
@@ -257,7 +265,9 @@ def is_light(name: str) -> bool:
 def size_of(target: Any) -> Size:
     """What is read of a model in a step, packed and quantised layers included."""
     model = target.model
-    own = sum(one.numel() for one in model.parameters() if isinstance(one, torch.nn.Parameter))
-    packed = [one for one in model.modules() if isinstance(one, PackedLinear | QuantizedLinear)]
-    count = own + sum(one.in_features * one.out_features for one in packed)
+    parameters = sum(parameter.numel() for parameter in model.parameters()
+                     if isinstance(parameter, torch.nn.Parameter))
+    packed = [module for module in model.modules()
+              if isinstance(module, PackedLinear | QuantizedLinear)]
+    count = parameters + sum(module.in_features * module.out_features for module in packed)
     return Size(float(weight_bytes(model)), float(count), float(target.position_bytes[0]))

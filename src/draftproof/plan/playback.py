@@ -70,7 +70,7 @@ class PlayedDrafter(Playback):
         if inner.wants_top:
             self.starts = [0, *accumulate(len(text.tokens) for text in texts)]  # places in `top`
             known = [text.likeliest for text in texts if text.likeliest is not None]
-            self.top = [torch.cat(some) for some in zip(*known, strict=True)]
+            self.top = [torch.cat(parts) for parts in zip(*known, strict=True)]
 
     def start(self, rows: int, capacity: int, ops: Any) -> None:
         super().start(rows, capacity, ops)
@@ -86,8 +86,8 @@ class PlayedDrafter(Playback):
         if self.inner.hidden_layers:
             ahead = torch.arange(commit.tokens.shape[1])
             known = [(self.texts[number].hidden, ahead + start) for number, start in begun]
-            hidden = [found[at.clamp(max=len(found) - 1)] for found, at in known
-                      if found is not None]  # fmt: skip
+            hidden = [states[at.clamp(max=len(states) - 1)] for states, at in known
+                      if states is not None]  # fmt: skip
             commit = replace(commit, hidden=torch.stack(hidden))
         if commit.successors is not None:
             commit = replace(commit, successors=self._successors(commit, begun))
@@ -95,7 +95,7 @@ class PlayedDrafter(Playback):
             self.inner.observe(commit)
 
     def _successors(self, commit: Commit, begun: Sequence[tuple[int, int]]) -> Successors:
-        """Behind accepted nodes as it was; nothing behind others. begun: texts and places."""
+        """After accepted nodes as it was; nothing after others. begun: texts and places."""
         assert commit.successors is not None
         tree = commit.successors.tree
         at = torch.full_like(tree.tokens, -1)
@@ -103,7 +103,7 @@ class PlayedDrafter(Playback):
             nodes = commit.nodes[row, : int(commit.count[row])]
             at[row, nodes] = self.starts[number] + start + torch.arange(len(nodes))
         known = replace(tree, tokens=torch.where(at < 0, ABSENT, tree.tokens))
-        return Successors(known, *(some[at.clamp(min=0)] for some in self.top))
+        return Successors(known, *(part[at.clamp(min=0)] for part in self.top))
 
     def propose(self, frontier: Frontier) -> TokenTree:
         self.timing.ahead = frontier.prefix.ahead
@@ -163,10 +163,10 @@ class PlayedDraft(Playback):
             going.append(len(live))
             for row in live:
                 number, place = self.rows[row]
-                found = self.drafts[number]
-                at = min(place + depth, len(found.tokens) - 1)
-                scores[row] += found.confidence[at]
-                tokens[row, 1 + depth], chances[row, 1 + depth] = found.tokens[at], scores[row]
+                drafts = self.drafts[number]
+                at = min(place + depth, len(drafts.tokens) - 1)
+                scores[row] += drafts.confidence[at]
+                tokens[row, 1 + depth], chances[row, 1 + depth] = drafts.tokens[at], scores[row]
                 ranked.append(scores[row])
             least = max(floor, sorted(ranked)[-nodes] if len(ranked) >= nodes else floor)
             live = [row for row in live if scores[row] >= least]

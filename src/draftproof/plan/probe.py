@@ -108,31 +108,31 @@ def rounds(
     """By drafter, rounds of one size in a row, as in a run; sizes go up, and down again, and
     drafters take turns at each."""
     length = 1 + (times + 1) // 2
-    orders = [[*some, *reversed(some)] for some in sizes]
+    orders = [[*ascending, *reversed(ascending)] for ascending in sizes]
     runs = [run(engine, drafter, prompts, sampling, [size for size in order for _ in range(length)])
             for drafter, order in zip(drafters, orders, strict=True)]
-    found: list[list[list[Seen]]] = [[] for _ in drafters]
+    blocks_seen: list[list[list[Seen]]] = [[] for _ in drafters]
     for number in range(max(map(len, orders))):
-        for running, order, blocks in zip(runs, orders, found, strict=True):
+        for running, order, blocks in zip(runs, orders, blocks_seen, strict=True):
             if number < len(order):
                 blocks.append(list(islice(running, length)))
-    return found
+    return blocks_seen
 
 
 def by_size(blocks: Sequence[Sequence[Seen]], per_token: float = 0.0) -> dict[int, list[Seen]]:
     """Without the first round of each block, which is another one; as if texts were empty, whose
     tokens take so many seconds, half of a round at most."""
-    found: dict[int, list[Seen]] = {}
-    for one in (one for block in blocks for one in block[1:] if one.seconds):
-        seconds = max(one.seconds / 2, one.seconds - per_token * one.context)
-        found.setdefault(one.size, []).append(one._replace(seconds=seconds))
-    return found
+    by_count: dict[int, list[Seen]] = {}
+    for step in (each for block in blocks for each in block[1:] if each.seconds):
+        seconds = max(step.seconds / 2, step.seconds - per_token * step.context)
+        by_count.setdefault(step.size, []).append(step._replace(seconds=seconds))
+    return by_count
 
 
 def usual(seen: Sequence[Seen]) -> float:
     """The mean of seconds without stalls; noise is not made in every round, so it is no median. Of
     the sizes going up and going down, the one that was less disturbed."""
-    seconds = np.array([one.seconds for one in seen])
+    seconds = np.array([step.seconds for step in seen])
     halves = np.array_split(np.minimum(seconds, STALL * np.median(seconds)), min(2, len(seen)))
     return float(min(half.mean() for half in halves))
 
@@ -146,37 +146,37 @@ def smoothed(seen: Mapping[int, Sequence[Seen]]) -> Curve:
 
 def probe(
     engine: Engine, texts: Sequence[Sequence[int]], batches: Sequence[int],
-    heats: Sequence[float], sizes: Sequence[int], models: Mapping[str, Drafter],
+    temperatures: Sequence[float], sizes: Sequence[int], models: Mapping[str, Drafter],
     progress: Callable[[str], None] = lambda what: None,
 ) -> Machine:  # fmt: skip
     """engine: plain. texts: prompts. models: drafters whose drafts are timed: what a round takes
     beyond one that reads as many nodes without them."""
     drafters = [Noise(engine.target.vocab_size), *models.values()]
     few = [sorted({0, *sizes})]
-    for most in (one.default_budget for one in models.values()):
+    for most in (model.default_budget for model in models.values()):
         few.append(sorted({0, 1, min(2, most), (most + 1) // 2, most}))
     progress("timing prompts and long texts")
     prompts, slope = _prompts(engine, drafters[0], texts)
     timed, unread, noise = list[Timed](), dict[str, float](), list[float]()
-    for sampled in sorted({heat > 0 for heat in heats}):
-        sampling = replace(engine.sampling, temperature=max(heats) if sampled else 0.0)
-        for rows in sorted({1, *batches, *(-(-batch // 2) for batch in batches)}):
+    for sampled in sorted({temperature > 0 for temperature in temperatures}):
+        sampling = replace(engine.sampling, temperature=max(temperatures) if sampled else 0.0)
+        for rows in sorted({1, *batches, *(-(-count // 2) for count in batches)}):
             progress(f"timing rounds and drafts, batch {rows}")
-            asked = [texts[row % len(texts)] for row in range(rows)]
-            warm, *_ = rounds(engine, drafters, asked, sampling, [[0], *[[1] for _ in models]], 1)
+            batch = [texts[row % len(texts)] for row in range(rows)]
+            warm, *_ = rounds(engine, drafters, batch, sampling, [[0], *[[1] for _ in models]], 1)
             times = min(MOST, TIMES + int(SECONDS / usual(warm[0])))
-            blocks, *others = rounds(engine, drafters, asked, sampling, few, times)
+            blocks, *others = rounds(engine, drafters, batch, sampling, few, times)
             seen = by_size(blocks, slope * rows)
             curve = smoothed(seen)
             timed += [Timed("", sampled, rows, size, seconds) for size, seconds in curve]
-            noise += [min(STALL, one.seconds / usual(some))
-                      for some in seen.values() for one in some]  # fmt: skip
-            for name, own in zip(models, others, strict=True):
-                for size, some in by_size(own, slope * rows).items():
-                    spent = usual(some) - along(curve, fmean(one.nodes for one in some))
+            noise += [min(STALL, step.seconds / usual(steps))
+                      for steps in seen.values() for step in steps]  # fmt: skip
+            for name, drafter_blocks in zip(models, others, strict=True):
+                for size, steps in by_size(drafter_blocks, slope * rows).items():
+                    spent = usual(steps) - along(curve, fmean(step.nodes for step in steps))
                     timed.append(Timed(name, sampled, rows, size, max(0.0, spent)))
-                catching, *rest = (one.drafting for one in own[1])
-                tokens = sum(map(len, asked)) + rows * len(own[0])
+                catching, *rest = (step.drafting for step in drafter_blocks[1])
+                tokens = sum(map(len, batch)) + rows * len(drafter_blocks[0])
                 unread[name] = max(0.0, catching - median(rest)) / tokens
     threads = torch.get_num_threads()
     name = f"{platform.processor() or platform.machine()}, {threads} thread{'s' * (threads > 1)}"

@@ -34,7 +34,7 @@ class Text(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What a draft model says of a text: its choice behind each position [S], and the
+    """What a draft model says of a text: its choice after each position [S], and the
     log-probability it gives that [S]."""
 
     tokens: list[int]
@@ -64,7 +64,7 @@ def recorded(engine: Engine, text: Text, hidden_layers: tuple[int, ...]) -> Text
     for logits, hidden, _ in _read(engine, text, engine.target, hidden_layers):
         states += [hidden[0]] if hidden is not None else []
         best.append(logits[0].topk(min(TOP, logits.shape[-1]), -1))
-    likeliest = torch.cat([one.indices for one in best]), torch.cat([one.values for one in best])
+    likeliest = torch.cat([top.indices for top in best]), torch.cat([top.values for top in best])
     return text._replace(hidden=torch.cat(states) if states else None, likeliest=likeliest)
 
 
@@ -72,9 +72,9 @@ def drafts_of(engine: Engine, text: Text, model: Target) -> Drafts:
     """What a draft model would draft of a text: wherever a draft begins, as long as it is right."""
     limit = max(1, len(text.tokens) - text.prompt)
     params = engine.requests.params(text.sampling, text.tokens[: text.prompt], limit)
-    sampler, found = Sampler([params], model.device), Drafts([], [])
+    sampler, drafts = Sampler([params], model.device), Drafts([], [])
     for logits, _, paths in _read(engine, text, model):
         confidence, tokens = sampler.best(logits, paths, 1, CONFIDENCE_SCALE)
-        found.tokens.extend(tokens[0, :, 0].tolist())
-        found.confidence.extend(confidence[0, :, 0].tolist())
-    return found
+        drafts.tokens.extend(tokens[0, :, 0].tolist())
+        drafts.confidence.extend(confidence[0, :, 0].tolist())
+    return drafts

@@ -78,7 +78,7 @@ class RecordedChoices(Sampler):
 class Virtual(Budget):
     """Passes on what `inner` chooses, and tells it the seconds a machine would have taken.
 
-    total: seconds of all prompts and rounds. seed: of the noise in what `inner` hears. usual:
+    total: seconds of all prompts and rounds. seed: of the noise in what `inner` records. usual:
     seconds of a draft that is really made.
     """
 
@@ -114,25 +114,25 @@ class Virtual(Budget):
     def read_prompts(self, tokens: int) -> None:
         """Add the seconds of prompts of so many tokens."""
         spent = self.played.timing.take()
-        own = 0.0 if self.machine.times(self.drafter) else spent
-        self.total += self.machine.prompt(tokens) + own
+        seconds = 0.0 if self.machine.times(self.drafter) else spent
+        self.total += self.machine.prompt(tokens) + seconds
 
     def _draft_seconds(self, done: Round, nodes: float) -> float:
         """What a round takes besides reading; it learns in plain rounds, too."""
         machine, timing, size = self.machine, self.played.timing, done.size
-        name, sampled, own = self.drafter, self.sampled, timing.take()
+        name, sampled, measured = self.drafter, self.sampled, timing.take()
         if machine.times(name):
             going = timing.going if size else []                # of a draft model ever fewer rows
             drafts = (fmean(going), len(going)) if going else (done.rows, size)
             unread = machine.per_unread.get(name, 0.0) * self.unread * (size > 0)
             return machine.draft(name, sampled, *drafts) + unread
         if size:
-            own = min(own, 4 * self.usual or own)               # others compute, too
-            self.usual += (own - self.usual) / 8 if self.usual else own
+            measured = min(measured, 4 * self.usual or measured)               # others compute, too
+            self.usual += (measured - self.usual) / 8 if self.usual else measured
         spare = timing.ahead - nodes if size else 0.0
-        asked = self.played.wants_top and not self.rest
-        light = machine.draft(LIGHT, sampled, done.rows, max(0.0, spare)) if asked else 0.0
-        return own + light
+        shares_top = self.played.wants_top and not self.rest
+        light = machine.draft(LIGHT, sampled, done.rows, max(0.0, spare)) if shares_top else 0.0
+        return measured + light
 
 
 def replay(
@@ -141,7 +141,7 @@ def replay(
 ) -> tuple[float, list[Completion]]:  # fmt: skip
     """Predicted seconds of all texts, at most `rows` at a time, and what came of each.
 
-    seed: of the noise in the seconds that the budget hears."""
+    seed: of the noise in the seconds that the budget records."""
     sampled, target = texts[0].sampling.temperature > 0, Recorded(engine.target)
     virtual = Virtual(budget, machine, target, drafter, name, sampled, seed)
     samplings = [replace(text.sampling, max_new_tokens=len(text.tokens) - text.prompt, stop=(),
@@ -163,5 +163,5 @@ def replay(
             if began:
                 virtual.read_prompts(sum(map(len, began)))
             done += [update.completion for update in updates if update.completion is not None]
-        beside = time.perf_counter() - start - scheduler.clock.total    # what is no round
-    return virtual.total + beside, sorted(done, key=lambda completion: completion.prompt)
+        outside = time.perf_counter() - start - scheduler.clock.total    # what is no round
+    return virtual.total + outside, sorted(done, key=lambda completion: completion.prompt)

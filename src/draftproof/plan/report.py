@@ -29,16 +29,16 @@ def judged(speed_up: float, low: float, high: float, texts: int) -> str:
 def verdict(plan: Plan) -> str:
     """Whether drafting pays in the first setting, with what, and how much."""
     best = plan.best(drafted=True)
-    heat = f"T = {best.temperature:g}" if best.temperature else "greedy"
+    temperature = f"T = {best.temperature:g}" if best.temperature else "greedy"
     source = "" if plan.machine.measured else f"; {plan.machine.name} by figures, not measured"
     size = f"{best.budget} draft token{'s' * (best.budget != 1)} per round"
     size = "as many draft tokens as pay" if best.budget == AUTO else size
-    found = judged(best.speed_up, best.low, best.high, plan.texts)
-    at_best, advice = ("", "") if found == "pays" else ("at best ", "; use --drafter none")
-    if "can show" in found:
+    finding = judged(best.speed_up, best.low, best.high, plan.texts)
+    at_best, advice = ("", "") if finding == "pays" else ("at best ", "; use --drafter none")
+    if "can show" in finding:
         advice = "; give more prompts, or use --drafter none"
-    return (f"drafting {found}: {at_best}{best.drafter}, {size}, {_interval(best)} as fast as "
-            f"plain decoding (batch {best.batch}, {heat}{source}){advice}")  # fmt: skip
+    return (f"drafting {finding}: {at_best}{best.drafter}, {size}, {_interval(best)} as fast as "
+            f"plain decoding (batch {best.batch}, {temperature}{source}){advice}")  # fmt: skip
 
 
 def table(plan: Plan) -> Table:
@@ -50,16 +50,16 @@ def table(plan: Plan) -> Table:
     for name in columns + ["cost/1M"] * (plan.config.price is not None):
         shown.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     setting = None
-    for one in plan.rows():
-        if setting != (one.temperature, one.batch):
-            setting = one.temperature, one.batch
-            shown.add_row(f"[dim]T {one.temperature:g}, batch {one.batch}[/]")
-        plain = one.drafter == PLAIN
-        cells = [f"{one.tokens_per_second:.1f}", "" if plain else _interval(one),
-                 "" if plain else str(one.budget), f"{one.tokens_per_round:.2f}",
-                 f"{one.memory / 1e9:.2f}"]  # fmt: skip
-        cells += [f"{one.cost:.2f}"] if one.cost is not None else []
-        shown.add_row(f"  {'plain' if plain else one.drafter}", *cells)
+    for prediction in plan.rows():
+        if setting != (prediction.temperature, prediction.batch):
+            setting = prediction.temperature, prediction.batch
+            shown.add_row(f"[dim]T {prediction.temperature:g}, batch {prediction.batch}[/]")
+        plain = prediction.drafter == PLAIN
+        cells = [f"{prediction.tokens_per_second:.1f}", "" if plain else _interval(prediction),
+                 "" if plain else str(prediction.budget), f"{prediction.tokens_per_round:.2f}",
+                 f"{prediction.memory / 1e9:.2f}"]  # fmt: skip
+        cells += [f"{prediction.cost:.2f}"] if prediction.cost is not None else []
+        shown.add_row(f"  {'plain' if plain else prediction.drafter}", *cells)
     return shown
 
 
@@ -80,17 +80,17 @@ def read_start(file: Path) -> dict[str, Any]:
     """Options of an engine as a saved plan would have it: the drafter, and a budget that begins
     with what the plan found."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        name, options = found["best"]["drafter"], found["options"]
-        best, texts = found["best"], found.get("texts", 0)
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        name, options = saved["best"]["drafter"], saved["options"]
+        best, texts = saved["best"], saved.get("texts", 0)
         interval = best["low"], best["high"]
         if name == PLAIN or judged(best["speed_up"], *interval, texts) != "pays":
             return {"drafter": "none"}
         kind = "assistant_model" if name in options["assistant_model"] else "drafter"
-        return {kind: name, "budget": begin_with(found["start"][name])}
+        return {kind: name, "budget": begin_with(saved["start"][name])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{file} is no plan; draftproof plan --json FILE writes one") from error
 
 
-def _interval(one: Prediction) -> str:
-    return f"{one.speed_up:.2f}× ({one.low:.2f}–{one.high:.2f})"
+def _interval(prediction: Prediction) -> str:
+    return f"{prediction.speed_up:.2f}× ({prediction.low:.2f}–{prediction.high:.2f})"

@@ -36,7 +36,7 @@ from draftproof.server.tools import call_messages, call_rule, offered, show_mark
 
 
 class Server:
-    """An engine behind an API."""
+    """An engine and what the API tells of it."""
 
     def __init__(
         self, engine: Engine, model: str, *, rows: int = 8, queue: int = 256, length: int = 4096,
@@ -72,7 +72,7 @@ class Server:
         self.sampling = default_sampling(engine)
 
     def app(self) -> FastAPI:
-        """The routes, behind what guards and logs them."""
+        """The routes, within the middleware that guards and logs them."""
         about = "Speculative decoding that changes no answer."
         app = FastAPI(title="draftproof", description=about, docs_url=None, redoc_url=None)
         # the last one added is the first one asked; HTTP middlewares would copy what is streamed

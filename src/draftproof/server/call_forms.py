@@ -24,7 +24,7 @@ _PAIRS = {
     "parameter": (r"\s*<function=([\w.-]+)>", r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
                   r"(?=\s*(?:<parameter=|</function>|$))", "</function> </tool_call>"),
 }  # fmt: skip
-"""Forms of keys and values behind <tool_call>: the name, one pair, and what follows all pairs."""
+"""Forms of keys and values after <tool_call>: the name, one pair, and what follows all pairs."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Grammars:
         if asked is None or asked.type == "text":
             return None
         schema = asked.json_schema.get("schema")
-        if schema is None:                      # beside the type, as llama.cpp has it
+        if schema is None:                      # next to the type, as llama.cpp has it
             schema = (asked.model_extra or {}).get("schema")
         if schema is None and asked.type == "json_object":
             schema = {"type": "object"}

@@ -50,8 +50,8 @@ class Access:
 
     Attributes:
         keys: API keys; without any, everybody may.
-        hosts: Names that the Host header may have beside those of this machine; None takes any.
-        origins: Origins of web pages that may use it beside those of this machine; "*" is any.
+        hosts: Names that the Host header may have besides those of this machine; None takes any.
+        origins: Origins of web pages that may use it besides those of this machine; "*" is any.
     """
 
     keys: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""What requests may hold beside sampling options, which are read as those of a file of prompts."""
+"""What requests may hold besides sampling options, which are read as those of a file of prompts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Chat(GenerationBody):
     reasoning_effort: str | None = None
 
     def template_options(self) -> dict[str, Any]:
-        """What the chat template is to read beside messages and tools."""
+        """What the chat template is to read besides messages and tools."""
         options = {"documents": self.documents or None, "enable_thinking": self.enable_thinking,
                    "reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
         return {name: value for name, value in options.items() if value is not None}

@@ -55,7 +55,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Made anew of JSON's types; anything else is a placeholder that names its type."""
+    """Made again of JSON's types; anything else is a placeholder that names its type."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):

@@ -14,7 +14,7 @@ from draftproof.engine.config import option
 from draftproof.errors import BadInput
 from draftproof.training.texts import DataConfig
 
-_loop, _own = partial(option, panel="Training"), partial(option, panel="Text")
+_loop_option, _text_option = partial(option, panel="Training"), partial(option, panel="Text")
 _number = int | None
 DRAFTED = 8192
 """Tokens of the draft vocabulary, if nobody says, of a target that knows four times as many."""
@@ -24,19 +24,21 @@ DRAFTED = 8192
 class TrainConfig:
     """How to train; steps, if they are given, say how long, else epochs."""
 
-    steps: int | None = _loop(None, "Train so many steps.", metavar="N", type=_number)
-    epochs: float = _loop(2.0, "Read the texts so often.", metavar="N", type=float)
-    learning_rate: float | None = _loop(
+    steps: int | None = _loop_option(None, "Number of steps.", metavar="N", type=_number)
+    epochs: float = _loop_option(2.0, "Number of epochs.", metavar="N", type=float)
+    learning_rate: float | None = _loop_option(
         None, "Highest learning rate; by the width of the target if not given.",
         flags=("--lr",), metavar="X", type=float | None)  # fmt: skip
-    objective: str = _loop("ce", "ce; or kl, distilled from the target.", metavar="NAME", type=str)
-    draft_vocab: int | None = _loop(
-        None, "Draft only the N commonest tokens of the training text; 8192 of 32768 or more.",
+    objective: str = _loop_option(
+        "ce", "ce; or kl, distilled from the target.", metavar="NAME", type=str
+    )
+    draft_vocab: int | None = _loop_option(
+        None, "Draft only the N most common tokens of the training text; 8192 of 32768 or more.",
         metavar="N", type=_number)  # fmt: skip
-    length: int | None = _loop(None, "Tokens per row; 512 if the target reads so many.",
+    length: int | None = _loop_option(None, "Tokens per row; 512 if the target reads so many.",
                                metavar="N", type=_number)  # fmt: skip
-    batch: int = _loop(4, "Rows per step.", metavar="B", type=int)
-    seed: int = _loop(0, "Same seed, same heads.", metavar="S", type=int)
+    batch: int = _loop_option(4, "Rows per step.", metavar="B", type=int)
+    seed: int = _loop_option(0, "Same seed, same heads.", metavar="S", type=int)
 
     def __post_init__(self) -> None:
         numbers = "steps", "epochs", "learning_rate", "batch", "length", "draft_vocab"
@@ -60,7 +62,7 @@ class TrainConfig:
                        length=self.length or min(512, context))  # fmt: skip
 
     def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate at a step: the highest behind a tenth of them, then falling as a
+        """The learning rate at a step: the highest after a tenth of them, then falling as a
         cosine."""
         warmup, highest = max(1.0, 0.1 * steps), self.learning_rate or 1e-3
         if step < warmup:
@@ -72,11 +74,12 @@ class TrainConfig:
 class SelfGenerateConfig:
     """Let the target write the training text. file: None is the head's own folder."""
 
-    tokens: int = _own(1_000_000, "How much it writes.", metavar="N", type=int)
-    temperatures: Sequence[float] = _own((0.0, 0.7), "It writes at these in turn.", metavar="T",
-                                         flags=("--temperature",), type=list[float])  # fmt: skip
-    rows_at_a_time: int = _own(32, "Rows it writes side by side.", metavar="B",
-                               flags=("--batch-size",), type=int)  # fmt: skip
+    tokens: int = _text_option(1_000_000, "Number of tokens to generate.", metavar="N", type=int)
+    temperatures: Sequence[float] = _text_option(
+        (0.0, 0.7), "Cycle through these temperatures.", metavar="T", flags=("--temperature",),
+        type=list[float])  # fmt: skip
+    rows_at_a_time: int = _text_option(
+        32, "Rows generated at a time.", metavar="B", flags=("--batch-size",), type=int)
     file: Path | None = option(  # noqa: RUF009
         None, "Where its text is kept, to train several heads on; in --out.", panel="Text",
         metavar="FILE", flags=("--own-text",), type=Path | None)  # fmt: skip
@@ -113,8 +116,9 @@ class TrainRun:
 
     def settings(self, config: TrainConfig) -> dict[str, Any]:
         """All that decides the result but the weights; `config` as it is for the target."""
-        own = self.self_generate
-        writes = {"tokens": own.tokens, "temperatures": list(own.temperatures)} if own else None
+        writer, writes = self.self_generate, None
+        if writer is not None:
+            writes = {"tokens": writer.tokens, "temperatures": list(writer.temperatures)}
         return {**self.head_config, **asdict(config), "data": self.data.hashes(),
                 "chat": self.data.chat, "self_generate": writes, "joint": self.joint,
                 "dtype": self.dtype}  # fmt: skip

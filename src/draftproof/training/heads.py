@@ -1,4 +1,4 @@
-"""Training a draft head beside a frozen target: Medusa-1 and ReDrafter."""
+"""Training a draft head for a frozen target: Medusa-1 and ReDrafter."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class FrozenTarget:
     def begin(self, batches: Batches, progress: Callable[[int, int], None]) -> None:
         """Let the head solve for its first weights, if it can.
 
-        progress: hears how many batches were read, and of how many."""
-        some = batches.sample(FITTED)
+        progress: receives how many batches were read, and of how many."""
+        sample = batches.sample(FITTED)
 
         def features() -> Iterator[Features]:
-            for count, batch in enumerate(some, 1):
+            for count, batch in enumerate(sample, 1):
                 yield self.features(batch)
-                progress(count, len(some))
+                progress(count, len(sample))
 
         self.head.solve(features(), self.target)
 
@@ -73,7 +73,7 @@ class FrozenTarget:
         return Features(batch.tokens[:, :width], hidden, batch.weights[:, :width], None)
 
     def _state(self, tokens: Tensor) -> Tensor:
-        """[S, T, H] the hidden states behind the tokens [S] of a text."""
+        """[S, T, H] the hidden states after the tokens [S] of a text."""
         name = tokens.int().numpy().tobytes()
         if name in self._states:
             return self._states[name]
@@ -140,7 +140,7 @@ def slices(
     features: Features, head: DraftHead, target: Target
 ) -> Iterator[tuple[Features, float]]:
     """A few rows at a time, in the dtype the head computes with, and their share of the loss;
-    without the tokens before and behind what is in it that no step of the head needs."""
+    without the tokens before and after what is in it that no step of the head needs."""
     dtype = features.hidden.dtype if _half(target) else next(head.parameters()).dtype
     hidden = features.hidden.to(dtype)
     memory = CACHED if target.device.type == "cpu" else MEMORY
@@ -148,9 +148,9 @@ def slices(
     rows = max(1, memory // (4 * known * features.tokens.shape[1]))
     total = features.weights.sum().clamp(min=1e-6)
     for start in range(0, len(features.tokens), rows):
-        some = slice(start, start + rows)
-        counted = (features.weights[some] > 0).any(0).nonzero().flatten().tolist() or [0]
-        here = some, slice(max(0, counted[0] - head.steps - 1), counted[-1] + 1)
+        lines = slice(start, start + rows)
+        counted = (features.weights[lines] > 0).any(0).nonzero().flatten().tolist() or [0]
+        here = lines, slice(max(0, counted[0] - head.steps - 1), counted[-1] + 1)
         weights = features.weights[here]
         logits = features.logits[here] if features.logits is not None else None
         part = Features(features.tokens[here], hidden[here], weights, logits)

@@ -28,7 +28,7 @@ DROPOUT = 0.05
 BACKBONE_RATE = 0.25
 """The backbone's learning rate, relative to the heads'."""
 HEADS_WEIGHT = 0.2
-"""Of the heads' loss, behind a first stage of heads alone."""
+"""Of the heads' loss, after a first stage of heads alone."""
 
 
 class HeadsAndBackbone(FrozenTarget):

@@ -69,15 +69,15 @@ class Rows:
         """The tokens in the loss, of all rows."""
         return torch.cat([row[mask] for row, mask in self.rows])
 
-    def commonest(self, count: int) -> Tensor:
+    def most_common(self, count: int) -> Tensor:
         """The tokens that are in the loss most often, at most `count`, rising."""
-        found = torch.bincount(self.learnt)
-        best = found.argsort(descending=True, stable=True)[:count]
-        return best[found[best] > 0].sort().values
+        counts = torch.bincount(self.learnt)
+        best = counts.argsort(descending=True, stable=True)[:count]
+        return best[counts[best] > 0].sort().values
 
     def bigrams(self) -> tuple[Tensor, Tensor]:
-        """Tokens that have one behind them that is in the loss, and these; within rows."""
-        pairs = [torch.stack([one[:-1], one[1:]])[:, mask[1:]] for one, mask in self.rows]
+        """Tokens that have one after them that is in the loss, and these; within rows."""
+        pairs = [torch.stack([tokens[:-1], tokens[1:]])[:, mask[1:]] for tokens, mask in self.rows]
         first, second = torch.cat(pairs, 1)
         return first, second
 
@@ -111,28 +111,28 @@ class Batches:
 
     def sample(self, tokens: int) -> list[Batch]:
         """Batches until `tokens` of them are in the loss, or all rows once."""
-        found: list[Batch] = []
-        while len(found) < len(self) and sum(batch.loss_tokens for batch in found) < tokens:
-            found.append(self[len(found)])
-        return found
+        sample: list[Batch] = []
+        while len(sample) < len(self) and sum(batch.loss_tokens for batch in sample) < tokens:
+            sample.append(self[len(sample)])
+        return sample
 
     def _shuffled(self, epoch: int) -> list[tuple[int, list[int]]]:
         """Rows by width; what is left of a width joins the next wider; all in random order."""
         rng = np.random.default_rng((self.seed, epoch))
-        order, left, found = rng.permutation(len(self.rows)), list[int](), []
+        order, left, groups = rng.permutation(len(self.rows)), list[int](), []
         for width in np.unique(self._widths).tolist():
             left += order[self._widths[order] == width].tolist()
             fit = max(1, self.size * self.rows.length // width)
-            whole = len(left) - len(left) % fit
-            found += [(width, left[start : start + fit]) for start in range(0, whole, fit)]
-            left = left[whole:]
+            full = len(left) - len(left) % fit
+            groups += [(width, left[start : start + fit]) for start in range(0, full, fit)]
+            left = left[full:]
         if left:
-            found.append((max(self._widths[left].tolist()), left))
-        return [found[index] for index in rng.permutation(len(found))]
+            groups.append((max(self._widths[left].tolist()), left))
+        return [groups[index] for index in rng.permutation(len(groups))]
 
 
 def tokenized(document: Document, codec: Codec, end: int | None) -> list[Example]:
-    """A document as tokens, `end` behind a text that is over; nothing if it lacks its answer."""
+    """A document as tokens, `end` after a text that is over; nothing if it lacks its answer."""
     if document.messages:
         return tokenized_chat(document.messages, codec)
     if not document.text:
@@ -153,7 +153,7 @@ def tokenized_chat(messages: Sequence[dict[str, Any]], codec: Codec) -> list[Exa
     tokenizer = codec.tokenizer
     if not tokenizer.chat_template:
         raise BadInput(f"the tokenizer of {codec.name} has no chat template; give texts")
-    answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         return []
 
@@ -162,12 +162,12 @@ def tokenized_chat(messages: Sequence[dict[str, Any]], codec: Codec) -> list[Exa
         return str(tokenizer.apply_chat_template(list(messages[:size]), **options))
 
     try:
-        whole = rendered(answers[-1] + 1)
+        text = rendered(answers[-1] + 1)
         spans = [(rendered(index, ask=True), rendered(index + 1)) for index in answers]
     except Exception as error:                           # templates are programs
         raise BadInput(f"the chat template of {codec.name} refuses a chat: {error}") from error
-    if all(whole.startswith(part) for span in spans for part in span):
-        return [_masked(codec, whole, [(len(start), len(end)) for start, end in spans])]
+    if all(text.startswith(part) for span in spans for part in span):
+        return [_masked(codec, text, [(len(start), len(end)) for start, end in spans])]
     begins = [len(os.path.commonprefix(span)) for span in spans]  # noqa: RUF071  (characters)
     return [_masked(codec, end, [(i, len(end))]) for i, (_, end) in zip(begins, spans, strict=True)]
 
@@ -175,8 +175,10 @@ def tokenized_chat(messages: Sequence[dict[str, Any]], codec: Codec) -> list[Exa
 def prompt_of(document: Document, codec: Codec, turn: int = -1) -> list[int]:
     """What the target goes on with: a chat to its user message `turn`, a prompt, or an opening."""
     if document.messages:
-        asked = [index for index, one in enumerate(document.messages) if one["role"] == "user"]
-        until = asked[turn % len(asked)] + 1 if asked else len(document.messages)
+        questions = [
+            index for index, message in enumerate(document.messages) if message["role"] == "user"
+        ]
+        until = questions[turn % len(questions)] + 1 if questions else len(document.messages)
         return codec.encode_chat(list(document.messages[:until]))
     if document.prompt is not None:
         return codec.encode(document.prompt)

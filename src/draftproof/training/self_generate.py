@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Text = tuple[int, list[int], str]
 """Of a prompt its index, the new tokens and why they ended."""
 Writer = Callable[[Sequence[list[int]], Sequence[Sampling], int], Iterator[Text]]
-"""Writes texts behind prompts, in any order, so many rows at a time."""
+"""Writes texts after prompts, in any order, so many rows at a time."""
 
 
 def by_engine(
@@ -54,14 +54,16 @@ def by_transformers(
     def alike(index: int) -> tuple[float, int]:
         return samplings[index].temperature, len(prompts[index])
 
-    for heat, group in groupby(sorted(range(len(prompts)), key=alike), lambda i: alike(i)[0]):
+    for temperature, group in groupby(
+        sorted(range(len(prompts)), key=alike), lambda i: alike(i)[0]
+    ):
         order = list(group)
         for start in range(0, len(order), rows):
-            some = order[start : start + rows]
-            limits = [samplings[index].max_new_tokens or 1 for index in some]
-            asked, seed = [prompts[index] for index in some], samplings[some[0]].seed
-            texts = batch_generate(model, asked, limits, heat, stops, seed)
-            for index, new in zip(some, texts, strict=True):
+            indices = order[start : start + rows]
+            limits = [samplings[index].max_new_tokens or 1 for index in indices]
+            batch, seed = [prompts[index] for index in indices], samplings[indices[0]].seed
+            texts = batch_generate(model, batch, limits, temperature, stops, seed)
+            for index, new in zip(indices, texts, strict=True):
                 yield index, new, "stop" if new[-1] in stops else "length"
 
 
@@ -99,7 +101,7 @@ class SelfGeneratedText:
         self, writer: Writer, codec: Codec, context: int, documents: Sequence[Document],
         held_out: bool, progress: Callable[[int, int], None],
     ) -> None:  # fmt: skip
-        """Write until there is enough; `progress` hears of every completed text how many tokens
+        """Write until there is enough; `progress` receives for every completed text how many tokens
         there are, and of how many.
 
         context: the most tokens the target reads.
@@ -113,21 +115,24 @@ class SelfGeneratedText:
                 if self.file.stat().st_size == 0:
                     _append(out, self._header)
                 while numbers := self._next_numbers(held_out):
-                    asked = [self._prompt(n, documents, held_out, codec, context) for n in numbers]
-                    prompts, samplings = [one for one, _ in asked], [want for _, want in asked]
+                    pairs = [self._prompt(n, documents, held_out, codec, context) for n in numbers]
+                    prompts, samplings = (
+                        [prompt for prompt, _ in pairs],
+                        [want for _, want in pairs],
+                    )
                     texts = writer(prompts, samplings, self.config.rows_at_a_time)
                     for index, new, finish in texts:
-                        prompt, heat = prompts[index], samplings[index].temperature
+                        prompt, temperature = prompts[index], samplings[index].temperature
                         row = {"number": numbers[index], "prompt": len(prompt), "finish": finish,
-                               "temperature": heat, "tokens": [*prompt, *new],
+                               "temperature": temperature, "tokens": [*prompt, *new],
                                "held_out": held_out}  # fmt: skip
                         self._add(row)
                         _append(out, row)
                         written += len(new)
                         progress(min(written, wanted), wanted)
         except KeyboardInterrupt:
-            said = f"interrupted with {written:,} tokens written; the same command goes on from"
-            raise KeyboardInterrupt(f"{said} there") from None
+            state = f"interrupted with {written:,} tokens written; the same command goes on from"
+            raise KeyboardInterrupt(f"{state} there") from None
 
     def _next_numbers(self, held_out: bool) -> list[int]:
         """Prompts without a text yet, in groups that never give too much; none at the end.

@@ -38,12 +38,12 @@ class Document(NamedTuple):
     messages: Sequence[dict[str, Any]] = ()
 
     def as_chat(self) -> Document:
-        """A prompt, or a plain text, as the user's message; what is behind a prompt, the answer."""
+        """A prompt, or a plain text, as the user's message; what is after a prompt, the answer."""
         if self.messages:
             return self
         question, answer = (self.text, "") if self.prompt is None else (self.prompt, self.text)
-        said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return Document(messages=said if answer else said[:1])
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return Document(messages=messages if answer else messages[:1])
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,19 @@ def shuffled(size: int, *key: int) -> tuple[int, ...]:
 def read(files: Sequence[Path], chat: bool = False, note: Note = lambda _: None) -> list[Document]:
     """All documents of the files, each once: plain text, JSON objects by line, or a JSON array.
 
-    Rows that cannot be used are skipped; `note` hears how many, and why the first three. Raises
+    Rows that cannot be used are skipped; `note` receives how many, and why the first three. Raises
     BadInput for a file without a usable row.
     """
     documents: dict[str, Document] = {}
     skipped: list[str] = []
     for file in files:
         rows = list(_rows(file))
-        found = [row.as_chat() if chat else row for _, row in rows if isinstance(row, Document)]
+        read = [row.as_chat() if chat else row for _, row in rows if isinstance(row, Document)]
         bad = [f"{place} of {file.name}: {why}" for place, why in rows if isinstance(why, BadInput)]
-        if not found:
+        if not read:
             raise BadInput(f"{file} has no text that can be used{f' ({bad[0]})' if bad else ''}; "
                            'give plain text, or rows such as {"text": "..."}')  # fmt: skip
-        documents |= {repr(document): document for document in found}
+        documents |= {repr(document): document for document in read}
         skipped += bad
     if skipped:
         note(f"skipped {len(skipped):,} rows that cannot be used: {'; '.join(skipped[:3])}")
@@ -202,12 +202,17 @@ def _chat(parts: Any, answer: Any) -> list[dict[str, Any]]:
     if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
         parts = [{"role": part.get("from"), "content": part.get("value"), **part} for part in parts]
     messages = list[dict[str, Any]]()
-    for one in messages_of(parts):
-        if one["role"] not in ROLES:
-            raise BadInput(f"a message has the role {one['role']!r}, none of {', '.join(ROLES)}")
-        role, calls = ROLES[one["role"]], {name: one[name] for name in one if name == "tool_calls"}
+    for message in messages_of(parts):
+        if message["role"] not in ROLES:
+            raise BadInput(
+                f"a message has the role {message['role']!r}, none of {', '.join(ROLES)}"
+            )
+        role, calls = (
+            ROLES[message["role"]],
+            {name: message[name] for name in message if name == "tool_calls"},
+        )
         if messages or role != "assistant":
-            messages.append({"role": role, "content": _sound(one["content"]), **calls})
+            messages.append({"role": role, "content": _sound(message["content"]), **calls})
     if not messages:
         raise BadInput("it is a chat without a user")
     return messages

@@ -85,7 +85,7 @@ class _Run:
         folder = Path(run.model)                                # none of this machine is named
         self.target.name = folder.resolve().name if folder.is_dir() else run.model
         if tokenizer is None:
-            raise BadInput(f"there is no tokenizer beside {run.model}; training reads texts")
+            raise BadInput(f"there is no tokenizer in {run.model}; training reads texts")
         self.codec, self.head = Codec(tokenizer), make_head(self.target)
         target = self.target
         self.config = run.config.for_target(target.hidden_size, target.context, target.vocab_size)
@@ -108,22 +108,22 @@ class _Run:
 
     def read(self) -> None:
         """Rows to train on and to evaluate with."""
-        parts, own = self.run.data.split(self.config.seed, self.callback.note), None
+        parts, own_texts = self.run.data.split(self.config.seed, self.callback.note), None
         if self.run.self_generate:
-            own = self._self_generated(self.run.self_generate, parts)
+            own_texts = self._self_generated(self.run.self_generate, parts)
         end = next(iter(loading.stop_tokens(self.model)), None)
         made = partial(tokenized, codec=self.codec, end=end)
-        examples = own or [chain.from_iterable(rows for _, rows in self._each(part, made))
+        examples = own_texts or [chain.from_iterable(rows for _, rows in self._each(part, made))
                            for part in parts]  # fmt: skip
         self.train, self.held_out = (Rows(part, self.length) for part in examples)
-        hint = "" if own else "; prompts without answers need --self-generate"
+        hint = "" if own_texts else "; prompts without answers need --self-generate"
         for purpose, rows in (("train on", self.train), ("evaluate with", self.held_out)):
             if not len(rows):
                 why = f"the data has nothing to {purpose}: no text of 3 tokens or more"
                 raise BadInput(why + hint)
         few = self.config.draft_vocab
         if few is not None and few < self.target.vocab_size:
-            common = self.train.commonest(few)
+            common = self.train.most_common(few)
             self.head.limit_vocabulary(common, self.target)
             share = float(torch.isin(self.held_out.learnt, common).float().mean())
             known = f"{len(common):,} tokens are drafted"
@@ -149,17 +149,17 @@ class _Run:
                     raise
                 refused.append(str(error))
         if refused:
-            said = f"skipped {len(refused):,} texts that cannot be used: {refused[0]}"
-            self.callback.note(said)
+            note = f"skipped {len(refused):,} texts that cannot be used: {refused[0]}"
+            self.callback.note(note)
 
     def _self_generated(
-        self, own: SelfGenerateConfig, parts: Sequence[list[Document]]
+        self, config: SelfGenerateConfig, parts: Sequence[list[Document]]
     ) -> list[Iterator[Example]]:
         """What the target makes of the documents' beginnings; on a CPU by a packed copy of it."""
         data, model = self.run.data, self.model
         identity = {"model": fingerprint(model), "data": data.hashes(), "chat": data.chat}
-        file, seed = own.file or self.run.out / "own_text.jsonl", self.config.seed
-        texts = SelfGeneratedText(file, identity, own, self.length, seed)
+        file, seed = config.file or self.run.out / "own_text.jsonl", self.config.seed
+        texts = SelfGeneratedText(file, identity, config, self.length, seed)
         if not (texts.is_complete(True) and texts.is_complete(False)):
             writer: Writer
             if model.device.type == "cpu":
@@ -169,14 +169,14 @@ class _Run:
             else:
                 writer = partial(by_transformers, model, loading.stop_tokens(model))
             for held_out in (True, False):
-                asked = self._each(parts[held_out], partial(prompt_of, codec=self.codec))
-                askable = [document for document, _ in asked]
+                prompts = self._each(parts[held_out], partial(prompt_of, codec=self.codec))
+                askable = [document for document, _ in prompts]
                 texts.write(writer, self.codec, self.target.context, askable, held_out,
                             partial(self.callback.progress, "writing"))  # fmt: skip
         return [texts.examples(held_out) for held_out in (False, True)]
 
     def fit(self) -> list[Trainer]:
-        """Train the head beside the frozen target; for Medusa-2 then the backbone, too."""
+        """Train the head on the frozen target; for Medusa-2 then the backbone, too."""
         out, objective = self.run.out, self.config.objective
         if not self.run.joint:
             reader = variants.quantized(self.target, self.packed) if self.packed else None
@@ -234,9 +234,9 @@ class _Run:
 
 def fingerprint(model: PreTrainedModel) -> str:
     """A name for these weights, wherever they lie: a few numbers of each."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         few = parameter.detach().flatten()
         few = few[:: max(1, few.numel() // 16)][:17]
-        found.update(f"{name}{tuple(parameter.shape)}{few.double().tolist()}".encode())
-    return found.hexdigest()[:16]
+        digest.update(f"{name}{tuple(parameter.shape)}{few.double().tolist()}".encode())
+    return digest.hexdigest()[:16]

@@ -37,10 +37,10 @@ PROGRESS = ("step", "seconds", "tokens", "log")
 
 
 class Callback(Protocol):
-    """Hears how a run goes: sentences, bars, and what was measured."""
+    """Receives how a run goes: sentences, bars, and what was measured."""
 
     def note(self, text: str) -> None: ...
-    def progress(self, what: str, done: int, of: int, said: str = "") -> None: ...
+    def progress(self, what: str, done: int, of: int, details: str = "") -> None: ...
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
 
 
@@ -67,8 +67,8 @@ class Trainer:
         self.settings = json.loads(json.dumps(settings))
         folder.mkdir(exist_ok=True)
         self.folder, self.checkpoint = folder, folder / "state.pt"
-        whole = max(1, round(config.epochs * len(batches)))
-        self.steps, self.step, self.seconds, self.tokens = config.steps or whole, 0, 0.0, 0
+        steps = max(1, round(config.epochs * len(batches)))
+        self.steps, self.step, self.seconds, self.tokens = config.steps or steps, 0, 0.0, 0
         self.log, self._stop = list[dict[str, Any]](), ""
         groups = trainable.param_groups()
         self._parameters = [parameter for group in groups for parameter in group["params"]]
@@ -79,8 +79,10 @@ class Trainer:
     @property
     def evaluation(self) -> dict[str, Any]:
         """The last `Evaluation`."""
-        found: dict[str, Any] = next(row["held_out"] for row in self.log[::-1] if "held_out" in row)
-        return found
+        evaluation: dict[str, Any] = next(
+            row["held_out"] for row in self.log[::-1] if "held_out" in row
+        )
+        return evaluation
 
     def fit(self) -> None:
         """Train to the last step. Raises KeyboardInterrupt, after saving, if told to stop."""
@@ -119,16 +121,16 @@ class Trainer:
         if not math.isfinite(loss):
             raise BadInput(f"the loss is {loss} at step {self.step}; lower --lr, or clean the data")
         speed = sum(batch.sizes) / (time.perf_counter() - start)
-        said = f"loss {loss:.3f} · {speed:,.0f} tokens/s"
-        self.callback.progress("training", self.step, self.steps, said)
+        details = f"loss {loss:.3f} · {speed:,.0f} tokens/s"
+        self.callback.progress("training", self.step, self.steps, details)
         row: dict[str, Any] = {
             "step": self.step, "loss": loss, "rate": rate, "gradient": float(norm),
             "tokens": self.tokens, "tokens_per_second": round(speed, 1),
         }  # fmt: skip
         if self.step * EVALUATIONS % self.steps < EVALUATIONS:
-            found = self.trainable.evaluate(self.held_out)
-            self.callback.evaluated(self.step, found)
-            row["held_out"] = found._asdict()
+            evaluation = self.trainable.evaluate(self.held_out)
+            self.callback.evaluated(self.step, evaluation)
+            row["held_out"] = evaluation._asdict()
         self.seconds += time.perf_counter() - start
         return row | {"seconds": round(self.seconds, 2)}
 
@@ -151,7 +153,7 @@ class Trainer:
             saved = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
         except Exception as error:                                       # zip raises anything
             file = self.checkpoint
-            raise BadInput(f"{file} cannot be read ({error}); remove it to begin anew") from error
+            raise BadInput(f"{file} cannot be read ({error}); remove it to begin again") from error
         same_settings(self.folder, saved["settings"], self.settings)
         self.trainable.restore(saved["weights"])
         self._optimizer.load_state_dict(saved["optimizer"])
@@ -159,7 +161,7 @@ class Trainer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the run behind the current step."""
+        """Ctrl-C and SIGTERM end the run after the current step."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

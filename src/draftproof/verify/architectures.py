@@ -47,21 +47,21 @@ def prove_architectures(
     quick: bool = False, tick: Tick = silent, *, names: Sequence[str] | None = None
 ) -> Section:
     """Examine every architecture, or these; passes if none is broken."""
-    known, found = list(architectures()), dict[str, dict[str, str]]((kind, {}) for kind in Kind)
+    known, results = list(architectures()), dict[str, dict[str, str]]((kind, {}) for kind in Kind)
     names = names if names is not None else [n for n in QUICK if n in known] if quick else known
     for place, name in enumerate(names):
         tick(place / len(names), name)
         kind, why = examine(name)
-        found[kind][name] = why
-    count = {kind: len(ones) for kind, ones in found.items()}
+        results[kind][name] = why
+    count = {kind: len(ones) for kind, ones in results.items()}
     verdict = (
         f"of {len(names)} architectures of transformers {transformers.__version__}, tiny and "
         f"random, {count[Kind.exact]} are run exactly, {count[Kind.chains]} more by chains "
         f"alone, {count[Kind.refused]} are refused in a sentence, {count[Kind.broken]} are "
         f"broken; {count[Kind.unmade]} could not be made so small"
     )
-    failures = [f"{name}: {why}" for name, why in found.pop(Kind.broken).items()]
-    return Section("architectures", verdict, found, failures)
+    failures = [f"{name}: {why}" for name, why in results.pop(Kind.broken).items()]
+    return Section("architectures", verdict, results, failures)
 
 
 def examine(
@@ -75,18 +75,18 @@ def examine(
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
-        found = [_examined(name, own, around) for own in variants(name)]
-        return max(found, key=lambda one: list(Kind).index(one[0]))
+        results = [_examined(name, settings, around) for settings in variants(name)]
+        return max(results, key=lambda result: list(Kind).index(result[0]))
     finally:
         transformers_logging.set_verbosity(level)
 
 
 def _examined(
-    name: str, own: Mapping[str, Any], around: Callable[[Target], Target]
+    name: str, settings: Mapping[str, Any], around: Callable[[Target], Target]
 ) -> tuple[Kind, str]:
     """What came of one of its variants."""
     try:
-        model = tiny(name, own)
+        model = tiny(name, settings)
     except Exception as error:                      # a configuration that wants other sizes
         return Kind.unmade, failed(error)
     try:
@@ -104,7 +104,7 @@ def _examined(
 
 
 class _Knows(Drafter):
-    """Knows what will be written and says it beside what will not: part of a tree is accepted."""
+    """Knows what will be written and says it next to what will not: part of a tree is accepted."""
 
     name, default_budget = "knows", 7
 
@@ -118,33 +118,35 @@ class _Knows(Drafter):
             known = (text[root + 1 :] for text in self.texts if list(text[: root + 1]) == so_far)
             right = [*next(known, []), *[0] * 4][:4]
             mixed = [(token + (place == root % 5)) % VOCAB for place, token in enumerate(right)]
-            astray = [right[0], *((token + 3) % VOCAB for token in right[1:3]), right[3]]
-            paths.append([[so_far[-1], *astray], [so_far[-1], *mixed]])
+            rejected = [right[0], *((token + 3) % VOCAB for token in right[1:3]), right[3]]
+            paths.append([[so_far[-1], *rejected], [so_far[-1], *mixed]])
         drafted = torch.tensor(paths)                           # [B, 2, 5]
         return TokenTree.from_paths(drafted, 8) if self.trees else TokenTree.chain(drafted[:, 1])
 
 
 def _wrong(model: PreTrainedModel, target: Target) -> str:
     """Where plain text differs from the model's own, or drafted text from plain; "" if nowhere."""
-    asked = prompts(model, PROMPTS)
-    begun = [Engine(target).requests.begun(prompt)[0] for prompt in asked]
+    inputs = prompts(model, PROMPTS)
+    begun = [Engine(target).requests.begun(prompt)[0] for prompt in inputs]
     # without a cache some decoders skip padding, or do not see it
     padding = getattr(model.config, "pad_token_id", None) if target.encodes else None
     never = {} if padding is None else {padding: -1e9}
 
     def written(engine: Engine, want: Sampling, rows: int) -> list[list[int]]:
         want = replace(want, logit_bias=never)
-        done = engine.generate(asked, sampling=want, max_new_tokens=NEW_TOKENS, batch_size=rows)
-        return [one.checked().tokens for one in done]
+        done = engine.generate(inputs, sampling=want, max_new_tokens=NEW_TOKENS, batch_size=rows)
+        return [completion.checked().tokens for completion in done]
 
     for how, want in {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, seed=3)}.items():
         plain = written(Engine(target), want, 1)
         if how == "greedy":
-            own = [_own(model, *both, never) for both in zip(asked, begun, strict=True)]
-            if at := _parted(plain, own):
+            reference = [
+                _reference_text(model, *both, never) for both in zip(inputs, begun, strict=True)
+            ]
+            if at := _parted(plain, reference):
                 return f"greedy text parts from the model's own {at}"
         texts = [[*prompt, *tokens] for prompt, tokens in zip(begun, plain, strict=True)]
-        for rows in (1, len(asked)):
+        for rows in (1, len(inputs)):
             engine = Engine(target, _Knows(texts, target.reads_trees), budget=_Knows.default_budget)
             if at := _parted(written(engine, want, rows), plain):
                 return f"drafted text ({how}, {rows} at a time) parts from plain text {at}"
@@ -152,7 +154,7 @@ def _wrong(model: PreTrainedModel, target: Target) -> str:
 
 
 @torch.inference_mode()
-def _own(
+def _reference_text(
     model: PreTrainedModel, prompt: Any, begun: Sequence[int], never: Collection[int]
 ) -> list[int]:
     """What the model's own forward says, greedily, without any cache."""
@@ -167,9 +169,9 @@ def _own(
     return text[len(begun) :]
 
 
-def _parted(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> str:
+def _parted(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> str:
     """Where the first text differs, in words."""
-    for number, (one, other) in enumerate(zip(some, others, strict=True), start=1):
-        if at := first_difference(one, other):
+    for number, (text, other) in enumerate(zip(texts, others, strict=True), start=1):
+        if at := first_difference(text, other):
             return f"at token {at} of text {number}"
     return ""

@@ -27,8 +27,8 @@ from draftproof.errors import BadInput
 
 Array = NDArray[np.float64]
 Text = tuple[int, ...]
-Law = Callable[[Sequence[Text]], Array]
-"""Next-token probabilities [n, V] behind `n` texts of one length, the prompt included."""
+Distribution = Callable[[Sequence[Text]], Array]
+"""Next-token probabilities [n, V] after `n` texts of one length, the prompt included."""
 Draw = Callable[[list[int], int, int], list[list[int]]]
 """The engine: ``draw(prompt, n, seed)`` gives `n` continuations as new token ids."""
 
@@ -72,18 +72,19 @@ class Audit(NamedTuple):
 
 
 def audit(
-    draw: Draw, law: Law, prompt: Sequence[int], *, length: int = 3, samples: int = 4000,
-    seed: int = 0, ends: Sequence[int] = (), opaque: frozenset[int] = frozenset(),
-    at_once: int = 100,
+    draw: Draw, distribution: Distribution, prompt: Sequence[int], *, length: int = 3,
+    samples: int = 4000, seed: int = 0, ends: Sequence[int] = (),
+    opaque: frozenset[int] = frozenset(), at_once: int = 100,
 ) -> Audit:  # fmt: skip
-    """Draw `samples` continuations of `length` tokens and test them against the law.
+    """Draw `samples` continuations of `length` tokens and test them against `distribution`.
 
-    ends: end tokens, which count as one. opaque: tokens behind which the law is not known (several
-    share one name). at_once: samples per call. Raises BadInput if nothing can be said.
+    ends: end tokens, which count as one. opaque: tokens after which the probabilities are not
+    known (several share one name). at_once: samples per call. Raises BadInput if nothing
+    can be said.
     """
     if not prompt or length < 1 or samples < 200:
-        given = f"{len(prompt)} tokens of prompt, a length of {length} and {samples} samples"
-        raise BadInput(f"there were {given}; give at least 1, 1 and 200")
+        values = f"{len(prompt)} tokens of prompt, a length of {length} and {samples} samples"
+        raise BadInput(f"there were {values}; give at least 1, 1 and 200")
     texts = list[Text]()
     while len(texts) < samples:
         doing(f"drawing texts: {len(texts)} of {samples}")
@@ -96,16 +97,16 @@ def audit(
             raise BadInput(f"the sampler must return lists of token ids, not {kind}") from error
         if len(came) != count:
             raise BadInput(f"the sampler was asked for {count} texts and returned {len(came)}")
-    masses, laws = _masses(law, tuple(prompt), length, samples, ends, opaque)
+    masses, distributions = _masses(distribution, tuple(prompt), length, samples, ends, opaque)
     cut = [_cut(text, length, ends) for text in texts]
     tests = []
     for tokens in range(1, length + 1):
         expected = {
             text: mass for text, mass in masses.items()
-            if len(text) == tokens or (0 < len(text) < tokens and text not in laws)
+            if len(text) == tokens or (0 < len(text) < tokens and text not in distributions)
         }
         expected[RARE] = max(0.0, 1 - sum(expected.values()))
-        seen = Counter(_cell(text[:tokens], masses, laws) for text in cut)
+        seen = Counter(_cell(text[:tokens], masses, distributions) for text in cut)
         name = f"first {tokens} tokens" if tokens > 1 else "first token"
         tests.append(_tested(name, seen, expected, seed))
     checks = [*tests, *_repeats(texts, at_once)]
@@ -116,30 +117,37 @@ def audit(
 
 
 def _masses(
-    law: Law, prompt: Text, length: int, samples: int, ends: Sequence[int], opaque: frozenset[int]
+    distribution: Distribution,
+    prompt: Text,
+    length: int,
+    samples: int,
+    ends: Sequence[int],
+    opaque: frozenset[int],
 ) -> tuple[dict[Text, float], dict[Text, Array]]:
-    """The probability of every text expected 20 times, and what comes behind those that go on."""
+    """The probability of every text expected 20 times, and what comes after those that go on."""
     masses: dict[Text, float] = {(): 1.0}
-    laws: dict[Text, Array] = {}
+    distributions: dict[Text, Array] = {}
     level: list[Text] = [()]
     while level:
-        rows, above, level = law([prompt + text for text in level]), level, []
+        rows, above, level = distribution([prompt + text for text in level]), level, []
         for text, row in zip(above, np.array(rows, float), strict=True):
             if abs(row.sum() - 1) > 1e-4:
-                raise BadInput(f"the law must sum to one; behind {text} it sums to {row.sum():g}")
+                raise BadInput(f"probabilities after {text} sum to {row.sum():g}, not to 1")
             if ends:                                            # one end token stands for all
                 together = row[list(ends)].sum()
                 row[list(ends)], row[ends[0]] = 0, together
-            laws[text] = row / row.sum()
-            for token in np.flatnonzero(masses[text] * laws[text] * samples >= 20).tolist():
-                masses[*text, token] = masses[text] * float(laws[text][token])
+            distributions[text] = row / row.sum()
+            for token in np.flatnonzero(
+                masses[text] * distributions[text] * samples >= 20
+            ).tolist():
+                masses[*text, token] = masses[text] * float(distributions[text][token])
                 if len(text) + 1 < length and token not in {*ends, *opaque}:
                     level.append((*text, token))
-    return masses, laws
+    return masses, distributions
 
 
 def _cut(text: Text, length: int, ends: Sequence[int]) -> Text:
-    """A text up to its end or `length`; what goes on behind its end is impossible."""
+    """A text up to its end or `length`; what goes on after its end is impossible."""
     stop = next((place for place, token in enumerate(text) if token in ends), len(text))
     if any(token not in ends for token in text[stop:]):
         return IMPOSSIBLE
@@ -148,11 +156,11 @@ def _cut(text: Text, length: int, ends: Sequence[int]) -> Text:
     return text[:length]
 
 
-def _cell(text: Text, masses: dict[Text, float], laws: dict[Text, Array]) -> Text:
+def _cell(text: Text, masses: dict[Text, float], distributions: dict[Text, Array]) -> Text:
     for place, token in enumerate(text):
-        if text[:place] not in laws:
+        if text[:place] not in distributions:
             return text[:place]
-        row = laws[text[:place]]
+        row = distributions[text[:place]]
         if not 0 <= token < len(row) or row[token] == 0:
             return IMPOSSIBLE
         if text[: place + 1] not in masses:
@@ -161,25 +169,25 @@ def _cell(text: Text, masses: dict[Text, float], laws: dict[Text, Array]) -> Tex
 
 
 def _tested(name: str, seen: Counter[Text], expected: dict[Text, float], seed: int) -> Check:
-    """The G-test; its control is drawn from a law as wrong as it detects, hardest to see."""
+    """The G-test; its control is drawn from the least visible error that it detects."""
     cells = sorted(expected.keys() | seen.keys())
-    law = np.array([expected.get(cell, 0.0) for cell in cells])
-    test = g_test([seen[cell] for cell in cells], law, name)
-    order, gains = np.argsort(law), np.zeros(len(law), bool)
-    gains[order[np.cumsum(law[order]) <= 0.5]] = True   # the smaller half: all stay positive
-    mass = float(law[gains].sum())
+    probs = np.array([expected.get(cell, 0.0) for cell in cells])
+    test = g_test([seen[cell] for cell in cells], probs, name)
+    order, gains = np.argsort(probs), np.zeros(len(probs), bool)
+    gains[order[np.cumsum(probs[order]) <= 0.5]] = True   # the smaller half: all stay positive
+    mass = float(probs[gains].sum())
     if not 0 < mass < 1:
         return test
     moved = min(1.2 * test.detects, 1 - mass)
-    wrong = np.where(gains, law * (1 + moved / mass), law * (1 - moved / (1 - mass)))
+    wrong = np.where(gains, probs * (1 + moved / mass), probs * (1 - moved / (1 - mass)))
     drawn = np.random.default_rng(seed).multinomial(seen.total(), wrong / wrong.sum())
-    return test._replace(control=not g_test(drawn, law).passed)
+    return test._replace(control=not g_test(drawn, probs).passed)
 
 
-def g_test(counts: ArrayLike, law: ArrayLike, name: str = "") -> Check:
-    """Test `counts` of every outcome against its probability in `law` (likelihood ratio; cells
+def g_test(counts: ArrayLike, probs: ArrayLike, name: str = "") -> Check:
+    """Test `counts` of every outcome against its probability in `probs` (likelihood ratio; cells
     expected fewer than five times are pooled). p is 0 if something impossible came."""
-    seen, expected = np.asarray(counts, float), np.asarray(law, float)
+    seen, expected = np.asarray(counts, float), np.asarray(probs, float)
     samples = seen.sum()
     tv = float(np.abs(seen / samples - expected).sum() / 2)
     rare, p_value = expected * samples < 5, float(seen[expected == 0].sum() == 0)
@@ -214,14 +222,18 @@ def _repeats(texts: Sequence[Text], at_once: int) -> list[Check]:
     later = [place for place in range(at_once, len(texts)) if place // at_once % 2]
     pairs = {
         "neighbours": list(zip(texts[::2], texts[1::2], strict=False)),
-        "calls with different seeds": [(texts[one - at_once], texts[one]) for one in later],
+        "calls with different seeds": [
+            (texts[number - at_once], texts[number]) for number in later
+        ],
     }
     control = too_equal(len(texts) // 2, len(texts) // 2, rate) < FALSE_ALARM
     checks = []
-    for name, some in pairs.items():
-        same = sum(one == two for one, two in some)
-        detail = f"{same} of {len(some)} pairs are the same, {rate * len(some):.1f} expected"
-        p_value = too_equal(same, len(some), rate)
+    for name, compared in pairs.items():
+        same = sum(first == second for first, second in compared)
+        detail = (
+            f"{same} of {len(compared)} pairs are the same, {rate * len(compared):.1f} expected"
+        )
+        p_value = too_equal(same, len(compared), rate)
         checks.append(Check(f"independence of {name}", p_value, control, detail))
     return checks
 
@@ -229,12 +241,12 @@ def _repeats(texts: Sequence[Text], at_once: int) -> list[Check]:
 # Models and engines -------------------------------------------------------------------------------
 
 
-def model_distribution(model: PreTrainedModel, sampling: Sampling, prompt: int = 0) -> Law:
+def model_distribution(model: PreTrainedModel, sampling: Sampling, prompt: int = 0) -> Distribution:
     """A model's distribution under a sampling. prompt: tokens that some penalties do not count."""
     params = SamplingParams(sampling, prompt)
 
     @torch.inference_mode()
-    def law(texts: Sequence[Text]) -> Array:
+    def next_token_probs(texts: Sequence[Text]) -> Array:
         ids, probs = torch.tensor(texts, device=model.device), []               # [n, L]
         for part in torch.split(ids, ROWS):
             logits = model(part, use_cache=False).logits[:, -1:].double()
@@ -243,7 +255,7 @@ def model_distribution(model: PreTrainedModel, sampling: Sampling, prompt: int =
             probs.append(sampler.probs(logits, Paths(prefix, TokenTree.root(part[:, -1])))[:, 0])
         return np.asarray(torch.cat(probs).cpu().numpy())
 
-    return law
+    return next_token_probs
 
 
 def assisted(
@@ -264,8 +276,8 @@ def assisted(
     def draw(prompt: list[int], n: int, seed: int) -> list[list[int]]:
         torch.manual_seed(seed)
         ids = torch.tensor([prompt], device=model.device)
-        given = {"attention_mask": torch.ones_like(ids), "assistant_model": assistant}
-        texts = [model.generate(ids, generation_config=config, **given) for _ in range(n)]
+        arguments = {"attention_mask": torch.ones_like(ids), "assistant_model": assistant}
+        texts = [model.generate(ids, generation_config=config, **arguments) for _ in range(n)]
         return [text[0, ids.shape[1] :].tolist() for text in texts]
 
     return draw
@@ -287,31 +299,39 @@ class Endpoint:
         base = url.rstrip("/").removesuffix("/completions").removesuffix("/v1")
         self.url, self.length, self.ids = f"{base}/v1/completions", length, dict[str, int]()
         strings = [tokenizer.decode([token]) for token in range(vocab)]
-        self.first = np.array([self.ids.setdefault(one, id) for id, one in enumerate(strings)])
+        self.first = np.array(
+            [self.ids.setdefault(string, id) for id, string in enumerate(strings)]
+        )
         self.shared = frozenset(np.flatnonzero(np.bincount(self.first) > 1).tolist())
         self.body = {"model": model, "max_tokens": length, "temperature": want.temperature,
                      "top_p": want.top_p, "logprobs": 1}
         self.body |= {"top_k": want.top_k} if want.top_k else {}
 
-    def merged(self, law: Law) -> Law:
-        """`law` with the ids of one string put together."""
+    def merged(self, distribution: Distribution) -> Distribution:
+        """`distribution` with the ids of one string put together."""
         count, first = len(self.first), self.first
-        return lambda texts: np.stack([
-            np.bincount(first, weights=row[:count], minlength=len(row)) for row in law(texts)
-        ])
+        return lambda texts: np.stack(
+            [
+                np.bincount(first, weights=row[:count], minlength=len(row))
+                for row in distribution(texts)
+            ]
+        )
 
     def __call__(self, prompt: list[int], n: int, seed: int) -> list[list[int]]:
         """`n` texts, in as many requests as the server needs, each with its own seed."""
         texts: list[list[int]] = []
         while len(texts) < n:
-            own = {"n": min(self.most, n - len(texts)), "seed": (seed * 1009 + len(texts)) % 2**31}
+            options = {
+                "n": min(self.most, n - len(texts)),
+                "seed": (seed * 1009 + len(texts)) % 2**31,
+            }
             try:
-                choices = self._post({**self.body, "prompt": prompt, **own}).get("choices")
+                choices = self._post({**self.body, "prompt": prompt, **options}).get("choices")
             except BadInput as error:
                 refused = getattr(error.__cause__, "code", None) in (400, 422)
-                if not refused or own["n"] == 1:
+                if not refused or options["n"] == 1:
                     raise
-                self.most = own["n"] // 2                   # llama.cpp allows as many as its slots
+                self.most = options["n"] // 2  # llama.cpp allows as many as its slots
                 continue
             if not choices:
                 raise BadInput(f"{self.url} gave no choices; is it a completions server?")
@@ -325,8 +345,8 @@ class Endpoint:
             with urllib.request.urlopen(request, timeout=60) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read(300).decode(errors="replace").split())
-            raise BadInput(f"{self.url} answered {error.code}: {said or error.reason}") from error
+            answer = " ".join(error.read(300).decode(errors="replace").split())
+            raise BadInput(f"{self.url} answered {error.code}: {answer or error.reason}") from error
         except (OSError, ValueError) as error:
             why = f"cannot be reached or gave no JSON ({error})"
             raise BadInput(f"{self.url} {why}; is a completions server running?") from error

@@ -68,16 +68,16 @@ class Comparison:
         self.diverged: list[dict[str, Any]] = []
         self.failures: list[str] = []
         self.plain = self.write(Plain(), 0, 1)
-        for prompt, one in zip(self.prompts, self.plain, strict=True):
-            self._measure(prompt, one)
+        for prompt, completion in zip(self.prompts, self.plain, strict=True):
+            self._measure(prompt, completion)
 
     def write(self, drafter: Drafter, budget: int, rows: int) -> list[Completion]:
         stops = self.engine.stop_tokens
-        own = Engine(self.target, drafter, budget=budget, stop_tokens=stops)
-        if budget:                              # plain decoding reads every prompt anew
-            own.prefixes = self.engine.prefixes
-        done = own.generate(self.prompts, sampling=self.asked, batch_size=rows)
-        return [one.checked() for one in done]
+        engine = Engine(self.target, drafter, budget=budget, stop_tokens=stops)
+        if budget:                              # plain decoding reads every prompt again
+            engine.prefixes = self.engine.prefixes
+        done = engine.generate(self.prompts, sampling=self.asked, batch_size=rows)
+        return [completion.checked() for completion in done]
 
     def compare(self, case: str, drafter: Drafter, budget: int, rows: int, exact: bool) -> None:
         """Write every text so. exact: not a bit may differ from plain decoding."""
@@ -87,20 +87,22 @@ class Comparison:
     def _measure(self, prompt: list[int], plain: Completion) -> None:
         """Compare plain decoding with the model's own forward, by transformers; note rounding."""
         target, text = self.target, [*prompt, *plain.tokens]
-        whole, step = _own(target, text, len(text)), _own(target, text, 1)
-        rounding = torch.finfo(target.dtype).eps * float(whole[whole.isfinite()].abs().max())
-        noise = max(_furthest(whole, step), rounding)
-        behind = whole[len(prompt) - 1 : -1].log_softmax(-1)
-        own = behind.gather(1, torch.tensor(plain.tokens, device=behind.device)[:, None])[:, 0]
-        off = _furthest(own, torch.tensor(plain.logprobs, dtype=own.dtype, device=own.device))
+        full, step = _full_logits(target, text, len(text)), _full_logits(target, text, 1)
+        rounding = torch.finfo(target.dtype).eps * float(full[full.isfinite()].abs().max())
+        noise = max(_furthest(full, step), rounding)
+        after = full[len(prompt) - 1 : -1].log_softmax(-1)
+        logprobs = after.gather(1, torch.tensor(plain.tokens, device=after.device)[:, None])[:, 0]
+        off = _furthest(
+            logprobs, torch.tensor(plain.logprobs, dtype=logprobs.dtype, device=logprobs.device)
+        )
         if target.kv_cache is not None:                 # which transformers' own forward has not
             noise = max(noise, off)
         elif not off <= 2 * SLACK * noise:
             why = f"off by {off:.2g}, its rounding allows {2 * SLACK * noise:.2g}"
             self.failures.append(f"plain decoding is not the model's own forward: {why}")
         if len(text) > 3:
-            without = _own(target, [*text[:-3], *text[-2:]], len(text))[-1]
-            self.control = max(self.control, _furthest(whole[-1], without) / (SLACK * noise))
+            without = _full_logits(target, [*text[:-3], *text[-2:]], len(text))[-1]
+            self.control = max(self.control, _furthest(full[-1], without) / (SLACK * noise))
         self.bounds.append(SLACK * noise)
         self.noise = max(self.noise, noise)
 
@@ -113,11 +115,11 @@ class Comparison:
             self.failures.append(f"{case}: {len(theirs.tokens)} tokens, not {len(ours.tokens)}")
             return
         scores = zip(ours.logprobs or (), theirs.logprobs or (), strict=False)
-        gaps = [abs(one - other) for one, other in list(scores)[:split]]
+        gaps = [abs(score - other) for score, other in list(scores)[:split]]
         gap, allowed = max(gaps, default=0.0), 2 * bound        # the logit and the logarithm's sum
         self.texts, self.identical = self.texts + 1, self.identical + (split is None and gap == 0)
         self.largest = max(self.largest, gap)
-        wrong = next((place for place, one in enumerate(gaps) if not one <= allowed), None)
+        wrong = next((place for place, gap in enumerate(gaps) if not gap <= allowed), None)
         if wrong is not None:
             why = f"off by {gaps[wrong]:.2g}, rounding explains {allowed:.2g}"
             self.failures.append(f"{case}: the log-probability of new token {wrong + 1} is {why}")
@@ -128,7 +130,7 @@ class Comparison:
         """Two texts part: rounding can turn what is nearly equal, or it is a failure."""
         prompt, ours, want = self.prompts[row], self.plain[row].tokens, self.asked[row]
         text, target, engine = [*prompt, *ours[:split]], self.target, self.engine
-        logits = _own(target, text, len(text))[-1:].to("cpu", target.dtype)
+        logits = _full_logits(target, text, len(text))[-1:].to("cpu", target.dtype)
         ends = engine.stop_tokens if want.stop_tokens is None else tuple(want.stop_tokens)
         prefix = Prefix(torch.tensor([text]), torch.tensor([len(text) - 1]))
         paths = Paths(prefix, TokenTree.root(prefix.root))
@@ -165,7 +167,7 @@ def prove_bits(
         probed = probe(engine.target, (2, 8), 48) if quick else probe(engine.target)
         exact_nodes = probed.exact_nodes
     new = new_tokens or (QUICK_NEW_TOKENS if quick else NEW_TOKENS)
-    found, lookup = Comparison(engine, wants or _usual(seed), new, prompts), PromptLookup()
+    comparison, lookup = Comparison(engine, wants or _usual(seed), new, prompts), PromptLookup()
     drafters: dict[str, tuple[Drafter, int]] = {
         "none": (Plain(), 0), engine.drafter.name: (engine.drafter, engine.budget.most),
         lookup.name: (lookup, lookup.default_budget),
@@ -179,23 +181,25 @@ def prove_bits(
         exact = fits >= min(1, most)
         exact_cases += exact
         budget = fits if exact else most
-        found.compare(f"{name}, batch {size}, {budget} drafted", drafter, budget, size, exact)
-    if not found.control > 1:
+        comparison.compare(f"{name}, batch {size}, {budget} drafted", drafter, budget, size, exact)
+    if not comparison.control > 1:
         why = "a forgotten token changes logits no more than rounding: this is blind"
-        found.failures.append(why)
+        comparison.failures.append(why)
     verdict = (
-        f"{found.texts} texts compared with plain decoding, {found.identical} to the last bit; "
-        f"{exact_cases} of {len(cases)} set-ups in the machine's exactness class of {exact_nodes} "
-        f"nodes; log-probabilities differ by at most {found.largest:.2g}, the model's own logits "
-        f"by {found.noise:.2g}; {len(found.diverged)} texts diverged at near-ties"
+        f"{comparison.texts} texts compared with plain decoding, {comparison.identical} to the "
+        f"last bit; {exact_cases} of {len(cases)} set-ups in the machine's exactness class of "
+        f"{exact_nodes} nodes; log-probabilities differ by at most {comparison.largest:.2g}, the "
+        f"model's own logits by {comparison.noise:.2g}; {len(comparison.diverged)} texts "
+        "diverged at near-ties"
     )
     figures = {
-        "texts": found.texts, "identical": found.identical, "exact_nodes": exact_nodes,
-        "set_ups_exact": exact_cases, "set_ups": len(cases), "largest_difference": found.largest,
-        "noise": found.noise, "slack": SLACK, "control_over_bound": found.control,
-        "divergences": found.diverged, "seed": seed,
+        "texts": comparison.texts, "identical": comparison.identical, "exact_nodes": exact_nodes,
+        "set_ups_exact": exact_cases, "set_ups": len(cases),
+        "largest_difference": comparison.largest, "noise": comparison.noise,
+        "slack": SLACK, "control_over_bound": comparison.control,
+        "divergences": comparison.diverged, "seed": seed,
     }
-    return Section("bits", verdict, figures, found.failures)
+    return Section("bits", verdict, figures, comparison.failures)
 
 
 def _prompts(engine: Engine) -> list[list[int]]:
@@ -210,13 +214,14 @@ def _prompts(engine: Engine) -> list[list[int]]:
 
 def _usual(seed: int) -> list[Sampling]:
     """Greedy and sampled rows in turn; seeds within and beyond 32 bits."""
-    seeds, heats = (seed, seed + (1 << 33), seed + 7, seed - (1 << 40)), (1.0, 0.7, 1.0, 1.3)
-    sampled = [Sampling(temperature=heat, seed=own) for heat, own in zip(heats, seeds, strict=True)]
-    return [want for one in sampled for want in (Sampling(), one)]
+    seeds, temperatures = (seed, seed + (1 << 33), seed + 7, seed - (1 << 40)), (1.0, 0.7, 1.0, 1.3)
+    sampled = [Sampling(temperature=temperature, seed=row_seed)
+               for temperature, row_seed in zip(temperatures, seeds, strict=True)]
+    return [want for sampling in sampled for want in (Sampling(), sampling)]
 
 
 @torch.inference_mode()
-def _own(target: Target, text: list[int], width: int) -> Tensor:
+def _full_logits(target: Target, text: list[int], width: int) -> Tensor:
     """[L, V] logits by transformers alone, `width` tokens at a time."""
     module = target.module()
     name = cache_argument(inspect.signature(module.forward).parameters)
@@ -228,5 +233,5 @@ def _own(target: Target, text: list[int], width: int) -> Tensor:
     return torch.cat(out)
 
 
-def _furthest(one: Tensor, other: Tensor) -> float:
-    return float((one - other).nan_to_num(0.0).abs().max())
+def _furthest(logits: Tensor, other: Tensor) -> float:
+    return float((logits - other).nan_to_num(0.0).abs().max())

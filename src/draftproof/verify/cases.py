@@ -133,7 +133,7 @@ class Case:
         sampler: type[Sampler] = Sampler,
     ) -> list[Completion]:  # fmt: skip
         """Every request `n` times, with the seed of its place."""
-        asked = [
+        sampling = [
             replace(ask.sampling, seed=seed, max_new_tokens=ask.limit)
             for ask, seed in zip(self.asks, seeds, strict=True)
         ]
@@ -142,7 +142,7 @@ class Case:
             budget=self.budget(self.setup.most), shapes=self.shapes, sampler=sampler,
         )
         prompts = [list(ask.prompt) for ask in self.asks]
-        return engine.generate(prompts, sampling=asked, n=n, batch_size=batch_size)
+        return engine.generate(prompts, sampling=sampling, n=n, batch_size=batch_size)
 
 
 OPTIONS = {
@@ -181,15 +181,15 @@ def by_model(model: Target, most: int, *children: int, vocab: int = 3) -> Setup:
 
 def setups(draft: Target, vocab: int) -> dict[str, Setup]:
     """Ways to draft for a target of so many tokens."""
-    own = partial(by_model, vocab=vocab)
+    drafter = partial(by_model, vocab=vocab)
     return {
-        "chain": own(draft, 2),
+        "chain": drafter(draft, 2),
         "lookup": Setup(partial(PromptLookup, 2, 1), 2),
-        "tree of 3": own(draft, 2, 2),
-        "single": own(draft, 1),
-        "tree of 4": own(draft, 3, 2, 1),
-        "smaller draft": own(toy(5, vocab - 1), 3, 3),
-        "larger draft": own(toy(6, vocab + 1), 2),
+        "tree of 3": drafter(draft, 2, 2),
+        "single": drafter(draft, 1),
+        "tree of 4": drafter(draft, 3, 2, 1),
+        "smaller draft": drafter(toy(5, vocab - 1), 3, 3),
+        "larger draft": drafter(toy(6, vocab + 1), 2),
     }
 
 
@@ -248,8 +248,8 @@ def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[Ask], dict[str, 
         yield f"{name}, mixed batch", SETUPS[name], mixed, {}
         on_device = {"shapes": ShapePolicy(closed=True)}
         yield f"{name}, mixed batch as on a device", SETUPS[name], mixed, on_device
-    own = Sampling(temperature=float(rule.drawn), stop_tokens=(2,), repetition_penalty=1.3)
-    itself = by_model(TARGET, 2), [Ask(own, (1, 0), 4)]
+    sampling = Sampling(temperature=float(rule.drawn), stop_tokens=(2,), repetition_penalty=1.3)
+    itself = by_model(TARGET, 2), [Ask(sampling, (1, 0), 4)]
     yield "drafts for itself", *itself, {"itself": True}
     yield "drafts for itself at times", *itself, {"itself": True, **at_times}
     fading = Ask(Sampling(temperature=2.2, top_p=0.6), (1, 0), 4 if rule.drawn else 3)
@@ -285,7 +285,7 @@ def _grammar(allowed: Callable[[Sequence[int]], set[int]]) -> LogitsProcessor:
 
 GRAMMARS = {
     "never twice": _grammar(lambda text: {0, 1, 2} - {text[-1]} if len(text) % 3 else {0, 1}),
-    "nothing behind the end": _grammar(lambda text: set() if text[-1] == 2 else {0, 1, 2}),
+    "nothing after the end": _grammar(lambda text: set() if text[-1] == 2 else {0, 1, 2}),
 }
 
 

@@ -95,16 +95,16 @@ def prove_configurations(
         for place, name in enumerate(chosen):
             tick(place / len(chosen), name)
             engine = CONFIGURATIONS[name]()
-            asked = prompts(engine.target.vocab_size)
+            chosen_prompts = prompts(engine.target.vocab_size)
             section = prove_bits(
-                engine, True, seed=seed, new_tokens=new_tokens, prompts=asked, rows=(1, 3)
+                engine, True, seed=seed, new_tokens=new_tokens, prompts=chosen_prompts, rows=(1, 3)
             )
             figures[name] = section.figures
             failures += [f"{name}: {failure}" for failure in section.failures]
             if engine.prefixes is not None and not engine.prefixes.hits:
                 failures.append(f"{name}: no remembered prompt was used: this is blind")
-    texts = sum(found["texts"] for found in figures.values())
-    same = sum(found["identical"] for found in figures.values())
+    texts = sum(figure["texts"] for figure in figures.values())
+    same = sum(figure["identical"] for figure in figures.values())
     verdict = (
         f"{texts} texts of small models in {len(chosen)} configurations compared with plain "
         f"decoding, {same} to the last bit"

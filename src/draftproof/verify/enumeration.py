@@ -154,7 +154,9 @@ def enumerate_texts(case: Case) -> Enumerated:
     while any(map(len, waiting)):
         now = [plans[: WORLDS // len(waiting)] for plans in waiting]
         samples = max(map(len, now))
-        filled = [torch.cat([own, own.new_full((samples - len(own), DRAWS), -1)]) for own in now]
+        filled = [
+            torch.cat([draws, draws.new_full((samples - len(draws), DRAWS), -1)]) for draws in now
+        ]
         outcomes = Outcomes(torch.cat(filled))
         sampler = decided(case, outcomes, samples)
         all_done = case.run(range(len(now)), samples, samples * len(now), sampler)
@@ -168,9 +170,9 @@ def enumerate_texts(case: Case) -> Enumerated:
                 wrong = f"{len(done.tokens)} tokens were written, and the statistics: {done.stats}"
                 return Enumerated(distributions, worlds, wrong)
         which, others = (torch.cat(part) for part in zip(*outcomes.others, strict=True))
-        for owner, own in enumerate(now):
-            theirs = (which // samples == owner) & (which % samples < len(own))
-            waiting[owner] = torch.cat([waiting[owner][len(own) :], others[theirs]])
+        for owner, draws in enumerate(now):
+            theirs = (which // samples == owner) & (which % samples < len(draws))
+            waiting[owner] = torch.cat([waiting[owner][len(draws) :], others[theirs]])
         worlds += sum(map(len, now))
     return Enumerated(distributions, worlds)
 
@@ -186,7 +188,7 @@ def _counts_right(case: Case, done: Completion) -> bool:
     )
 
 
-def distance(one: Mapping[Any, float], other: Mapping[Any, float]) -> float:
+def distance(left: Mapping[Any, float], other: Mapping[Any, float]) -> float:
     """Total variation."""
-    ends = one.keys() | other.keys()
-    return sum(abs(one.get(end, 0.0) - other.get(end, 0.0)) for end in ends) / 2
+    ends = left.keys() | other.keys()
+    return sum(abs(left.get(end, 0.0) - other.get(end, 0.0)) for end in ends) / 2

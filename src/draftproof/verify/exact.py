@@ -49,13 +49,13 @@ def examine(case: Case, wanted: Sequence[Distribution] | None = None) -> tuple[f
     outcomes enumerated, and what is wrong in words."""
     with one_thread():
         wanted = enumerate_texts(case.plain()).distributions if wanted is None else wanted
-        found = enumerate_texts(case)
-    if found.wrong:
-        return 1.0, found.worlds, found.wrong
-    pairs = zip(found.distributions, wanted, strict=True)
+        result = enumerate_texts(case)
+    if result.wrong:
+        return 1.0, result.worlds, result.wrong
+    pairs = zip(result.distributions, wanted, strict=True)
     apart = max(distance(ours, theirs) for ours, theirs in pairs)
     wrong = "" if apart < EXACT else f"total variation {apart:.2g} to what is right"     # NaN too
-    return apart, found.worlds, wrong
+    return apart, result.worlds, wrong
 
 
 def wrong_draft_probs(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
@@ -70,8 +70,8 @@ def target_for_residual(tree: TokenTree, probs: Tensor, chance: Chance) -> Accep
     """Rejection that draws from the target where it should draw from the residual (known bug 5)."""
     accepted = accept_by_rejection(tree, probs, chance)
     last = accepted.nodes.gather(1, accepted.count[:, None] - 1)
-    whole = probs.gather(1, last[..., None].expand(-1, 1, probs.shape[-1]))[:, 0]
-    return replace(accepted, root=chance.draw(whole, accepted.count - 1))
+    target_probs = probs.gather(1, last[..., None].expand(-1, 1, probs.shape[-1]))[:, 0]
+    return replace(accepted, root=chance.draw(target_probs, accepted.count - 1))
 
 
 CONTROLS = {

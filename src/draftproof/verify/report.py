@@ -70,13 +70,15 @@ class Report:
 
     def __str__(self) -> str:
         if not self.passed:
-            broken = ", ".join(one.name for one in self.sections if one.failures)
+            broken = ", ".join(section.name for section in self.sections if section.failures)
             return f"FAIL: a promise is broken; see {broken}"
         names = ", ".join(section.name for section in self.sections)
         return f"PASS: {names}: nothing was found that plain decoding would not do"
 
     def as_json(self) -> str:
-        sections = [{**asdict(one), "passed": not one.failures} for one in self.sections]
+        sections = [
+            {**asdict(section), "passed": not section.failures} for section in self.sections
+        ]
         body = {"passed": self.passed, "verdict": str(self), "about": self.about}
         return json.dumps({**body, "sections": sections}, indent=2, default=str)
 

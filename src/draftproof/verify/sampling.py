@@ -74,7 +74,7 @@ def audited(
     (ask,) = case.asks
 
     def draw(prompt: list[int], n: int, seed: int) -> list[list[int]]:
-        return [one.tokens for one in case.run([seed], n, None, sampler)]
+        return [completion.tokens for completion in case.run([seed], n, None, sampler)]
 
     probs = model_distribution(case.target.model, ask.sampling, len(ask.prompt))
     ends = tuple(ask.sampling.stop_tokens or ())
@@ -96,9 +96,9 @@ def noise_texts(rule: str, drafted: int, dtype: torch.dtype, seeds: Sequence[int
     flat = toy(1, WIDE, 1, 32, dtype)
     draft = DraftModel(flat, WIDE) if drafted else None
     engine = Engine(flat, draft, acceptance=rule, budget=drafted)
-    asked = [Sampling(temperature=FLAT, seed=seed, max_new_tokens=TOKENS) for seed in seeds]
-    done = engine.generate([[0]] * len(seeds), sampling=asked, n=TEXTS)
-    return torch.tensor([one.tokens for one in done]).view(len(seeds), TEXTS, TOKENS)
+    sampling = [Sampling(temperature=FLAT, seed=seed, max_new_tokens=TOKENS) for seed in seeds]
+    done = engine.generate([[0]] * len(seeds), sampling=sampling, n=TEXTS)
+    return torch.tensor([completion.tokens for completion in done]).view(len(seeds), TEXTS, TOKENS)
 
 
 def noise_tests(seed: int) -> Iterator[tuple[str, float]]:
@@ -121,28 +121,28 @@ def noise_tests(seed: int) -> Iterator[tuple[str, float]]:
     yield "the same noise in every dtype", float((plain[0] == plain[1]).double().mean() > 0.999)
 
 
-def _equal(one: Tensor, other: Tensor) -> float:
-    return too_equal(int((one == other).sum()), one.numel(), 1 / WIDE)
+def _equal(left: Tensor, other: Tensor) -> float:
+    return too_equal(int((left == other).sum()), left.numel(), 1 / WIDE)
 
 
 def draws_used_twice(rule: str, seed: int) -> int:
     """How many random streams a run with drawn drafts asks for more than once."""
-    asked: list[Tensor] = []
+    drawn: list[Tensor] = []
 
     class Recorded(Sampler):
         def streams(self, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
             made = super().streams(role, position, origin)
-            asked.append(made.reshape(-1, 2).clone())
+            drawn.append(made.reshape(-1, 2).clone())
             return made
 
     again, sampling = 0, Sampling(temperature=1.0, seed=seed)
     for setup in DEPTHS:
-        asked.clear()
+        drawn.clear()
         engine = Engine(
             OURS, setup.draft(), acceptance=rule, budget=setup.most, sampler=Recorded
         )
         engine.generate([[3]], max_new_tokens=3 * setup.most, sampling=sampling, n=16)
-        streams = torch.cat(asked)
+        streams = torch.cat(drawn)
         again += len(streams) - len(torch.unique(streams, dim=0))
     return again
 
@@ -167,12 +167,12 @@ def prove_sampling(
         streams = dict(noise_tests(seed))
         twice = {name: draws_used_twice(name, seed) for name, rule in RULES.items() if rule.drawn}
         tick(0.95, "a planted mistake")
-        found = audited(trial(TRIALS[0]), count, seed, SharedNoise)
-        planted = min(check.p_value for check in found.checks)
+        result = audited(trial(TRIALS[0]), count, seed, SharedNoise)
+        planted = min(check.p_value for check in result.checks)
     failures = [
         f"{name}: {check.name}: the texts do not follow the distribution (p = {check.p_value:.2g}; "
-        f"total variation {found.joint.tv:.3f})"
-        for name, found in audits.items() for check in found.checks if not check.passed
+        f"total variation {result.joint.tv:.3f})"
+        for name, result in audits.items() for check in result.checks if not check.passed
     ]
     failures += [f"{name}: not independent (p = {p:.2g})"
                  for name, p in streams.items() if p < FALSE_ALARM]
@@ -180,8 +180,8 @@ def prove_sampling(
                  for name, again in twice.items() if again]
     if planted >= FALSE_ALARM:
         failures.append(f"the planted mistake was not seen (p = {planted:.2g}): this is blind")
-    lowest = min(check.p_value for found in audits.values() for check in found.checks)
-    detects = max(found.joint.detects for found in audits.values())
+    lowest = min(check.p_value for result in audits.values() for check in result.checks)
+    detects = max(result.joint.detects for result in audits.values())
     verdict = (
         f"{count * len(audits):,} texts through {len(chosen)} set-ups, lowest p-value "
         f"{lowest:.2g}; a total variation of {detects:.3f} is found with probability {POWER}; "
@@ -190,7 +190,7 @@ def prove_sampling(
     figures = {
         "sequences": count * len(audits), "seed": seed, "false_alarm_per_test": FALSE_ALARM,
         "power": POWER, "detects": detects, "noise": streams, "planted_mistake": planted,
-        "p_values": {name: found.joint.p_value for name, found in audits.items()},
-        "total_variation": {name: found.joint.tv for name, found in audits.items()},
+        "p_values": {name: result.joint.p_value for name, result in audits.items()},
+        "total_variation": {name: result.joint.tv for name, result in audits.items()},
     }
     return Section("sampling", verdict, figures, failures)

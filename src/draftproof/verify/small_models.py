@@ -80,7 +80,7 @@ ALIKE: dict[str, tuple[dict[str, Any], ...]] = {
     "qwen2 qwen2_moe qwen3": ({}, USED_WINDOWS),
 }
 OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
-    **{name: own for names, own in ALIKE.items() for name in names.split()},
+    **{name: settings for names, settings in ALIKE.items() for name in names.split()},
     "bailing_hybrid": (STATES,),
     "bamba": ({"attn_layer_indices": [2]},),
     "bigbird_pegasus": ({**ENDS, "block_size": 4, "num_random_blocks": 1},),
@@ -97,7 +97,7 @@ OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "fsmt": ({**ENDS, "src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB, "langs": ["en", "de"]},),
     "gemma3": ({"text_config": WINDOWS},),
     "gemma3n_text": ({**SHARED, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},),
-    "gemma4": tuple({"text_config": {**own, **PAD}} for own in (SHARED, WINDOWS)),
+    "gemma4": tuple({"text_config": {**settings, **PAD}} for settings in (SHARED, WINDOWS)),
     "gemma4_unified": ({"text_config": {**WINDOWS, **PAD}},),
     "gemma4_text": (SHARED, WINDOWS),
     "gpt_neo": ({"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},),
@@ -133,7 +133,7 @@ OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
     "whisper": ({**SPEECH, "num_mel_bins": 8},),
     "zamba2": ({"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 2},),
 }  # fmt: skip
-"""What a type is made with beside `SIZES`: several, if its checkpoints differ in their layers."""
+"""What a type is made with besides `SIZES`: several, if its checkpoints differ in their layers."""
 LARGE = 3e7
 """Parameters that a model is not made with."""
 
@@ -158,14 +158,14 @@ def architectures() -> dict[str, Any]:
     return dict(sorted((alone | encoder_decoders()).items()))
 
 
-def tiny(name: str, own: Mapping[str, Any] | None = None) -> PreTrainedModel:
+def tiny(name: str, settings: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """A random model of this type, in float32; own: one of its variants, None for the first. Raises
     whatever its configuration raises."""
     loads = architectures()[name]
-    kind = next(one for one in loads._model_mapping if one.model_type == name)
-    config = _config(kind, variants(name)[0] if own is None else own)
+    kind = next(config for config in loads._model_mapping if config.model_type == name)
+    config = _config(kind, variants(name)[0] if settings is None else settings)
     with torch.device("meta"):
-        size = sum(one.numel() for one in loads.from_config(config).parameters())
+        size = sum(parameter.numel() for parameter in loads.from_config(config).parameters())
     if size > LARGE:
         raise ValueError(f"it has {size} parameters, however small its configuration is")
     with torch.random.fork_rng(devices=[]):
@@ -178,7 +178,7 @@ def tiny(name: str, own: Mapping[str, Any] | None = None) -> PreTrainedModel:
 
 
 def prompts(model: PreTrainedModel, sizes: Sequence[int]) -> list[Any]:
-    """Random prompts of such sizes: token ids, or what the encoder of this model hears."""
+    """Random prompts of such sizes: token ids, or what the encoder of this model reads."""
     dice, config = torch.Generator().manual_seed(1), model.config
     if model.main_input_name == "input_ids" or not config.is_encoder_decoder:
         return [torch.randint(2, VOCAB, (size,), generator=dice).tolist() for size in sizes]
@@ -193,10 +193,10 @@ def prompts(model: PreTrainedModel, sizes: Sequence[int]) -> list[Any]:
     else:
         shapes = [(1, 2000 + 400 * size) for size in sizes]
     inputs = [torch.randn(shape, dtype=torch.float32, generator=dice) for shape in shapes]
-    return [{model.main_input_name: one} for one in inputs]
+    return [{model.main_input_name: value} for value in inputs]
 
 
-def _config(kind: Any, own: Mapping[str, Any]) -> Any:
+def _config(kind: Any, settings: Mapping[str, Any]) -> Any:
     """A small configuration: by all of `SIZES` that this kind knows, or all but one, and so those
     that it is made of."""
     usual = kind()
@@ -204,11 +204,11 @@ def _config(kind: Any, own: Mapping[str, Any]) -> Any:
     sizes = {key: size for key, size in SIZES.items() if key in known or hasattr(usual, key)}
     if "kv_lora_rank" in known:              # compressed keys have as many heads as queries
         sizes["num_key_value_heads"] = HEADS
-    sizes |= own
+    sizes |= settings
     for part in getattr(kind, "sub_configs", {}):
-        given = getattr(usual, part, None)
-        if hasattr(given, "model_type"):
-            sizes[part] = _config(type(given), own.get(part, {})).to_dict()
+        part_config = getattr(usual, part, None)
+        if hasattr(part_config, "model_type"):
+            sizes[part] = _config(type(part_config), settings.get(part, {})).to_dict()
     errors: list[Exception] = []
     for unwanted in (None, *sizes):
         try:

@@ -15,9 +15,9 @@ def from_module(name: str) -> Draw:
     """The function ``module:attribute``; modules of the working directory are found."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = pkgutil.resolve_name(name)
+        sampler: Any = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(f"python was {name!r}, which cannot be imported: {error}") from error
-    if not callable(found):
+    if not callable(sampler):
         raise BadInput(f"{name} is no function sample(prompt, n, seed); give module:function")
-    return found  # type: ignore[no-any-return]
+    return sampler  # type: ignore[no-any-return]

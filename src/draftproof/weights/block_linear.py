@@ -5,7 +5,7 @@ summed exactly, block by block, and the blocks in single precision. So the resul
 of the dequantised weights only by the rounding of the activations. Without kernels, torch
 multiplies the dequantised weights.
 
-A token's outputs have the same bits whatever is read beside it.
+A token's outputs have the same bits whatever is read with it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 verdict of the check at load, and quantised weights.
 
 Kept under everything that it depends on; what is damaged, another user's or of other files is made
-anew. A file is verified by its checksums when it is first read, and whenever it was written to.
+again. A file is verified by its checksums when it is first read, and whenever it was written to.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Kept:
         if self.file is None or not self.file.exists():
             return None
         if not is_ours(self.file):
-            log.warning("%s is of another user, or others may write to it; it is made anew",
+            log.warning("%s is of another user, or others may write to it; it is made again",
                         self.file)
             return None
         try:
@@ -57,7 +57,7 @@ class Kept:
                 self._verify()
             facts: dict[str, Any] = torch.load(self.file, mmap=True, weights_only=True)
         except Exception:                               # whatever a damaged file raises
-            log.warning("%s is damaged; it is made anew", self.file)
+            log.warning("%s is damaged; it is made again", self.file)
             self._mark.unlink(missing_ok=True)
             return None
         return facts

@@ -19,7 +19,7 @@ from draftproof.native.structures import Native, interleaved, linear, plain, rou
 M = TypeVar("M", bound=nn.Module)
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers beside each other that read the same inputs."""
+"""Neighbouring layers that read the same inputs."""
 CROSSED = ("encoder_attn", "cross_attn")
 """Modules where they do not: keys and values are of an encoder's output."""
 
@@ -85,7 +85,7 @@ class JointLinear(nn.Module):
 
 class PackedLinear(JointLinear):
     """bfloat16 linear layers for our kernels. A token's outputs are the same bits whatever is read
-    beside it."""
+    next to it."""
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
         """Pack weights [outputs, inputs], whose outputs are joined in order, and their bias."""

@@ -181,7 +181,7 @@ Answer: The capital of France is Paris, a city of about two million people on th
 
 
 def _log_probs(model: PreTrainedModel, text: Tensor | None) -> Tensor:
-    """[S, V] behind every token of a text."""
+    """[S, V] after every token of a text."""
     if text is None or not len(text):
         return torch.empty(0, 1, dtype=torch.float32)
     with torch.inference_mode():

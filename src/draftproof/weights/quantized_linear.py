@@ -1,7 +1,7 @@
 """Linear layers in 8 or 4 bits on a CPU. Knows our kernels and torch's operators, nothing of
 models.
 
-A token's outputs are the same bits whatever is read beside it, on every path.
+A token's outputs are the same bits whatever is read with it, on every path.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class TensorSource(Protocol):
             names: Modules whose outputs are concatenated in this order, such as
                 ["model.layers.0.self_attn.q_proj", "...k_proj", "...v_proj"]. For a head tied to
                 the embeddings this is ["model.embed_tokens"].
-            bias: Whether each module has a `bias` beside its `weight`.
+            bias: Whether each module has a `bias` next to its `weight`.
 
         Returns:
             The packed layer.
