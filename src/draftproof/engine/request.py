@@ -98,6 +98,11 @@ class Request:
     arrival: float = field(default_factory=time.perf_counter)
 
     @property
+    def rows(self) -> list[SequenceState]:
+        """The sequences, by the attribute's former name."""
+        return self.sequences
+
+    @property
     def prompt(self) -> Sequence[int]:
         """Token ids of the prompt."""
         return self.sequences[0].prompt

@@ -55,6 +55,11 @@ class Answer:
         self.begun_samples, self.done = set[int](), list[Completion]()
         self.updates: asyncio.Queue[Update] = asyncio.Queue()
 
+    @property
+    def tickets(self) -> Sequence[Request]:
+        """The requests, by the attribute's former name."""
+        return self.requests
+
     def start(self) -> None:
         """Queue every request, or none."""
         options, stream = self.asked.draftproof, bool(self.asked.stream)

@@ -1,0 +1,15 @@
+"""The former path of what a step brings to one sample: `draftproof.engine.request.Update` now."""
+
+from __future__ import annotations
+
+from draftproof.core.params import Likely
+from draftproof.engine.completion import Completion
+from draftproof.engine.request import DraftTree, Request, Update
+
+
+def Progress(  # noqa: N802
+    sample: int, pieces: list[tuple[str, str]], tokens: list[int], logprobs: list[float],
+    top: list[Likely], completion: Completion | None, tree: DraftTree | None,
+) -> Update:  # fmt: skip
+    """An `Update` of no request, from the former order of its fields."""
+    return Update(Request([]), sample, pieces, tokens, logprobs, top, completion, tree)
