@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from tiny import fresh
 
+from draftproof.cache.kv_cache import KVCache
 from draftproof.engine.load import load
+from draftproof.forward import fused_forward
 from draftproof.model import inspection, native_quantize
 from draftproof.model.loading import load_model
 from draftproof.native.kernels import kernels
 from draftproof.weights import disk_cache as kept
 from draftproof.weights import quantize
+from draftproof.weights.block_linear import BlockLinear
 
 
 @pytest.fixture
@@ -149,3 +153,10 @@ def test_other_files_or_changed_weights_are_not_what_was_kept(
     made.clear()
     assert text(folder, quantize="int8") != first and {"examine", "_quantised"} <= set(made)
     assert not set(before) & set(files(folder))
+
+
+def test_another_version_of_the_code_that_checks_and_packs_keeps_files_of_its_own() -> None:
+    """Each function that makes what is kept is among the files whose digest names them."""
+    makers = (inspection.examine, quantize._quantised, native_quantize, BlockLinear, KVCache,
+              fused_forward)
+    assert {Path(inspect.getfile(maker)) for maker in makers} <= set(kept._sources())

@@ -184,5 +184,11 @@ def _digest(what: object) -> str:
 
 def _code() -> str:
     """A digest of the code that checks and packs, which is finer than a version."""
-    files = sorted(Path(__file__).parents[1].glob("[mn]*/*.py"))      # model, native
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _sources())).hexdigest()
+
+
+def _sources() -> list[Path]:
+    """The files of the rooms that check and pack."""
+    rooms = ("native", "gguf", "weights", "cache", "forward", "model")
+    package = Path(__file__).parents[1]
+    return sorted(file for room in rooms for file in (package / room).glob("*.py"))
