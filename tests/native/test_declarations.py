@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from typing import Any
 
@@ -11,8 +12,18 @@ from torch import Tensor
 
 from draftproof.core.tree import ABSENT
 from draftproof.errors import BadInput
+from draftproof.gguf.blocks import BLOCK_SIZES
+from draftproof.native.build import SOURCES
 from draftproof.native.declarations import array_of, functions, structure
-from draftproof.native.kernels import kernels
+from draftproof.native.kernels import Stores, kernels
+from draftproof.native.structures import (
+    FORMATS,
+    QUANTIZED,
+    STRIP,
+    block_linear,
+    block_table,
+    linear,
+)
 
 library = kernels()
 pytestmark = pytest.mark.skipif(library is None, reason="no library here")
@@ -109,14 +120,89 @@ def test_numbers_are_numbers() -> None:
 
 
 def test_every_tensor_that_python_passes_has_its_size_declared() -> None:
-    """But for noise, which the sampler makes, and what a forward writes, by its description."""
-    inner = {"attention", "multiply", "norm", "gate", "residual"}               # called by C alone
-    numbers = {"int64_t", "int32_t", "float", "bf16"}
-    lacking = {
-        f"{name}.{argument.name}" for name, function in functions().items()
-        for argument in function.takes
-        if name not in inner and argument.pointee in numbers and argument.size is None
-    }
-    assert {name for name in lacking if not re.search(r"\.noise$|^forward\.", name)} == {
-        "chain.work"
-    }
+    """A function that does not say its sizes is none for Python: C alone calls these."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in SOURCES)
+    defined = set(re.findall(r"^(?:void|int64_t) draftproof_(\w+)\([^;{]*\{", sources, re.M))
+    inner = {"attention", "multiply", "norm", "residual"}
+    assert defined - set(functions()) == inner | {"usable"} & defined
+
+
+def test_structures_take_no_bare_addresses() -> None:
+    numbers, positions = torch.zeros(2, 9, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    for wrong in (numbers.data_ptr(), None):
+        with pytest.raises(BadInput, match="tokens of the C kernel Texts: int64_t was wanted"):
+            structure("Texts")(wrong, positions, 2, 9)
+    bare = (ctypes.c_void_p * 1)(numbers.data_ptr())
+    with pytest.raises(BadInput, match="stores of the C kernel keep"):
+        call("keep", bare, (ctypes.c_int64 * 1)(1), (ctypes.c_int64 * 1)(8), 1, 9, 2, positions,
+             positions[:, None], 1)
+
+
+def test_noise_reaches_as_far_as_its_places() -> None:
+    logits, heats = torch.zeros(2, 16, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float32)
+    noise, tokens = torch.zeros(3, 16, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)
+    for places in ([0, 2], [0, 3], [-1, 0], None):
+        where = None if places is None else torch.tensor(places)
+        values = (logits, noise, where, heats, 1, 2, 16, -1, tokens)
+        if places == [0, 2]:
+            call("sample", *values)
+        else:
+            with pytest.raises(BadInput, match="noise"):
+                call("sample", *values)
+
+
+@pytest.mark.parametrize("weights, scales, bias", [
+    (torch.zeros(32, 32), None, None),
+    (torch.zeros(32, 32, dtype=torch.bfloat16), torch.zeros(32), None),
+    (torch.zeros(32, 64, dtype=torch.uint8), None, None),
+    (torch.zeros(31, 32, dtype=torch.bfloat16), None, None),
+    (torch.zeros(32, 32, dtype=torch.bfloat16), None, torch.zeros(31, dtype=torch.bfloat16)),
+    (torch.zeros(32, 32, dtype=torch.bfloat16), None, torch.zeros(32)),
+    (torch.zeros(32, 64, dtype=torch.uint8), torch.zeros(31), None),
+])  # fmt: skip
+def test_layers_have_the_weights_that_they_say(
+    weights: Tensor, scales: Tensor | None, bias: Tensor | None
+) -> None:
+    with pytest.raises(BadInput):
+        linear(weights, scales, bias, 32, 20)
+    assert linear(torch.zeros(32, 32, dtype=torch.bfloat16), None, None, 32, 20).outputs == 20
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_blocks_are_as_many_as_a_layer_says(format: str) -> None:
+    """The sizes of blocks are those of the files, and packing checks both ends."""
+    size = BLOCK_SIZES[format]
+    records = torch.zeros(2, 1, STRIP * size.nbytes, dtype=torch.uint8)
+    rows = torch.zeros(40, size.nbytes, dtype=torch.uint8)
+    number = FORMATS.index(format) + 1
+    call("pack", number, rows, 40, 1, records)
+    assert block_linear(format, records, None, size.weights, 40).outputs == 40
+    block_table(format, rows, size.weights)
+    for wrong in (lambda: call("pack", number, rows[1:], 40, 1, records),
+                  lambda: call("pack", number, rows, 40, 1, records[:1]),
+                  lambda: block_linear(format, records, None, size.weights + 1, 40),
+                  lambda: block_linear(format, records, None, size.weights, 65),
+                  lambda: block_linear(format, records.float(), None, size.weights, 40),
+                  lambda: block_table(format, rows.float(), size.weights)):  # fmt: skip
+        with pytest.raises(BadInput):
+            wrong()
+
+
+def test_a_quantised_matrix_has_room() -> None:
+    weights = torch.zeros(3, 256, dtype=torch.float32)
+    for number, format in enumerate(QUANTIZED):
+        size = 256 // BLOCK_SIZES[format].weights * BLOCK_SIZES[format].nbytes
+        call("quantize", number, weights, 3, 256, torch.zeros(3, size, dtype=torch.uint8))
+        with pytest.raises(BadInput, match="blocks of the C kernel quantize"):
+            call("quantize", number, weights, 3, 256, torch.zeros(3, size - 1, dtype=torch.uint8))
+
+
+def test_stores_of_one_cache_are_alike() -> None:
+    assert library is not None
+    store = torch.zeros(2, 3, 8, 4, dtype=torch.bfloat16)
+    Stores([store, store.clone()], library)
+    for wrong in (store[:1], store[:, :, :7].contiguous(), store.transpose(1, 2), store[0, 0]):
+        with pytest.raises(BadInput, match="the stores of a cache"):
+            Stores([store, wrong], library)
+    lengths, nodes = torch.tensor([7, 0]), torch.tensor([[1], [9]])
+    Stores([store], library).keep(nodes, lengths)               # padding beyond the capacity

@@ -18,8 +18,10 @@ from draftproof.cache.kv_layer import Int8Layer, KVLayer
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import DraftSampling
 from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.errors import BadInput
+from draftproof.native.declarations import addresses, array_of
 from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
-from draftproof.native.structures import Layer, Model, Native, Norm, Read, Way
+from draftproof.native.structures import Layer, Model, Native, Norm, Read, Way, work_of
 
 if TYPE_CHECKING:
     from draftproof.forward.fast_forward import FastForward
@@ -53,20 +55,15 @@ class FusedForward:
         # cosines and sines [reach, D] of each kind
         self._ways, self._reach = (Way * len(fast.kinds))(), 0
         self._angles = list[tuple[Tensor, Tensor]]()
-        layers = (Layer * len(fast.layers))()
-        for number, layer in enumerate(fast.layers):
-            layers[number] = Layer(*layer.natives, *layer.weights, layer.kind)
-        widest = max(
-            layer.inner.outputs + layer.output.size + 3 * layer.down.size for layer in layers
-        )
-        # numbers a token needs on its way through a layer
-        self._work = 2 * decoder.hidden_size + widest
-        self._held = (layers, head, table)
+        layers = array_of("Layer", [
+            Layer(*layer.natives, *layer.weights, layer.kind) for layer in fast.layers
+        ])
         self._model = Model(
-            ctypes.addressof(layers), len(layers), decoder.gelu, decoder.norm_weight, table,
-            ctypes.addressof(head),
+            layers, len(layers), decoder.gelu, decoder.norm_weight, table, head,
             Norm(decoder.epsilon, decoder.residual_scale), decoder.embed_scale
         )
+        # numbers a token needs on its way through a layer
+        self._work = work_of(self._model)
 
     @staticmethod
     def of(fast: FastForward) -> FusedForward | None:
@@ -113,12 +110,10 @@ class FusedForward:
         logits = None
         if not last_only:
             logits = torch.empty(rows, width, self.head.outputs, dtype=torch.bfloat16)
-        kept, places = {count: last}, (ctypes.c_void_p * count)()
+        kept = {count: last}
         for number in hidden_layers:
             kept.setdefault(number % (count + 1), torch.empty_like(last))
-        for number, state in kept.items():
-            if number < count:
-                places[number] = state.data_ptr()
+        places = addresses([kept.get(number) for number in range(count)]) if hidden_layers else None
         self.kernels(
             "forward", read, self._model, cache.stores.places, tokens, last, logits, places,
             torch.empty(rows * width * self._work, dtype=torch.bfloat16)
@@ -154,6 +149,11 @@ class FusedForward:
     ) -> ctypes.Structure:
         fast, layer = self.fast, self.fast.layers[0]
         assert cache.stores is not None
+        shape, wanted = cache.layers[0].stores[0].shape, (
+            rows, layer.key_heads, cache.capacity, fast.head_dim)
+        if shape != wanted or cache.stores.count % len(fast.layers):
+            raise BadInput(f"the layers of the cache were {list(shape)}; to read {rows} rows they "
+                           f"must be {list(wanted)}")
         if (positions := min(cache.capacity, fast.context)) > self._reach:
             self._see(positions)
         starts, nodes = (None, None) if present is None else (present.starts, present.nodes)
@@ -161,7 +161,7 @@ class FusedForward:
             rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim,
             cache.capacity, fast.context, torch.get_num_threads(),
             cache.stores.count // len(fast.layers), cache.lengths, parents,
-            starts, nodes, ctypes.addressof(self._ways), layer.scale
+            starts, nodes, self._ways, layer.scale
         )
 
     def _see(self, positions: int) -> None:

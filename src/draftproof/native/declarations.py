@@ -2,7 +2,9 @@
 
 The sources also say what each pointer points to: its type, and in a comment after its name how
 many elements the function reads or writes, such as `const bf16 *logits /* [rows, vocab] */`, or
-`/* [vocab] or null */`. Every tensor is compared with that before its address goes to C.
+`/* [vocab] or null */`. Of `void` they say how many bytes, of a structure how many `rows` it has. A
+size may call functions that `size_helper` registers. Every tensor is compared with that before its
+address goes to C.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import ctypes
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ _DTYPES = {
     "float": torch.float32, "bf16": torch.bfloat16, "uint16_t": torch.float16,
 }
 """What an element of a tensor is in C; `void` is anything, and a structure is no tensor."""
+_HELPERS: dict[str, Callable[..., int]] = {}
 _NOTE = re.compile(r"/\*\s*(?:\[([^]]*)\]\s*)?(or null)?\s*\*/")
 
 
@@ -98,10 +101,21 @@ class Checked(NamedTuple):
             if not self.declaration.is_const:
                 self._refuse(where, "C writes to it, and the tensor passed is not contiguous")
             tensor = tensor.contiguous()
-        if self.size is not None and tensor.numel() < self.size(values):
-            self._refuse(where, f"{self.size(values)} elements were wanted, and {tensor.numel()} "
+        if self.size is not None and self.room(tensor) < self.size(values):
+            what = "bytes" if self.any_dtype else "elements"
+            self._refuse(where, f"{self.size(values)} {what} were wanted, and {self.room(tensor)} "
                                 "were passed")
         return tensor
+
+    def room(self, tensor: Tensor) -> int:
+        """What its size is compared with."""
+        return tensor.nbytes if self.any_dtype else tensor.numel()
+
+    def fits(self, structure: ctypes.Structure, values: Sequence[Any]) -> bool:
+        """Whether a structure is of the kind that is pointed to, and has as many rows."""
+        if type(structure).__name__ != self.declaration.pointee:
+            return False
+        return self.size is None or getattr(structure, "rows", 1) >= self.size(values)
 
     def pointer(self, value: Value, values: Sequence[Any], where: str) -> None:
         """Compare what is passed for a pointer and is no tensor.
@@ -112,11 +126,11 @@ class Checked(NamedTuple):
         """
         declared, pointee = self.declaration, self.declaration.pointee
         if isinstance(value, ctypes.Structure):
-            fits = type(value).__name__ == pointee
+            fits = self.fits(value, values)
         elif isinstance(value, ctypes.Array):
             kind = value._type_
-            fits = kind.__name__ == pointee or kind is _NUMBERS.get(pointee)
-            fits |= kind is ctypes.c_void_p and pointee.endswith("*")
+            fits = kind.__name__ == pointee or kind is _NUMBERS.get(pointee) or pointee == "void"
+            fits |= hasattr(value, "held") and pointee.endswith("*")        # of `addresses`
             fits &= self.size is None or len(value) >= self.size(values)
         else:
             fits = value is None and declared.nullable
@@ -129,7 +143,7 @@ class Checked(NamedTuple):
 
 
 def checked_values(
-    checks: Sequence[Checked], values: Sequence[Value], where: str, *, in_call: bool
+    checks: Sequence[Checked], values: Sequence[Value], where: str
 ) -> list[Value]:
     """The values of a call or a structure, each compared to its declaration.
 
@@ -139,45 +153,69 @@ def checked_values(
         checks: What is declared, in the order of the values.
         values: What is passed.
         where: The function or structure, for the error.
-        in_call: Also compare pointers that are no tensors; a structure may hold bare addresses.
 
     Raises:
-        BadInput: A tensor, structure or array is not what is declared.
+        BadInput: A tensor, structure or array is not what is declared, or there is a bare address.
     """
     checked = list(values)
     for place, (check, value) in enumerate(zip(checks, values, strict=False)):
         if isinstance(value, Tensor) and not (
             (value.dtype is check.dtype or check.any_dtype)
             and value.is_cpu and value.layout is torch.strided and value.is_contiguous()
-            and (check.size is None or value.numel() >= check.size(values))
+            and (check.size is None or check.room(value) >= check.size(values))
         ):  # fmt: skip
             checked[place] = check.tensor(value, values, where)
-        elif in_call and check.is_pointer and not isinstance(value, Tensor) and not (
+        elif check.is_pointer and not isinstance(value, Tensor) and not (
             check.declaration.nullable if value is None
-            else isinstance(value, ctypes.Structure)
-            and type(value).__name__ == check.declaration.pointee
+            else isinstance(value, ctypes.Structure) and check.fits(value, values)
         ):  # fmt: skip
             check.pointer(value, values, where)
     return checked
 
 
+def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[Any]:
+    """Where tensors lie, for a pointer to pointers; they are kept alive."""
+    places = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    array: Any = (ctypes.c_void_p * len(tensors))(*places)
+    array.held = tuple(tensors)
+    return cast("ctypes.Array[Any]", array)
+
+
 class Structure(ctypes.Structure):
-    """A structure of the sources. Tensors may be given for its pointers, and are kept alive."""
+    """A structure of the sources.
+
+    Its pointers take tensors, arrays and structures, which are kept alive, and no bare address.
+    Numbers at the end may be left out and are 0; without any value everything is.
+    """
 
     checks: ClassVar[tuple[Checked, ...]]
 
     def __init__(self, *values: Value) -> None:
-        where, fields = type(self).__name__, list[Any]()
-        self.held = checked_values(self.checks, values, where, in_call=False)
+        rest = self.checks[len(values) :] if values else ()
+        values += tuple(None if check.is_pointer else 0 for check in rest)
+        self.held = checked_values(self.checks, values, type(self).__name__)
+        fields = list[Any]()
         for check, value in zip(self.checks, self.held, strict=False):
             if isinstance(value, Tensor):
                 fields.append(value.data_ptr())
-            elif isinstance(value, ctypes.Array):
-                check.pointer(value, values, where)
+            elif isinstance(value, ctypes.Array) or (
+                check.is_pointer and isinstance(value, ctypes.Structure)
+            ):
                 fields.append(ctypes.addressof(value))
             else:
                 fields.append(value)
         super().__init__(*fields)
+
+    def pointed(self, name: str) -> Any:
+        """The tensor, array or structure that was passed for a pointer; None for null."""
+        return next(value for check, value in zip(self.checks, self.held, strict=True)
+                    if check.declaration.name == name)
+
+
+def size_helper(function: Callable[..., int]) -> Callable[..., int]:
+    """Decorate a function that the notes on sizes in the C sources may call by its name."""
+    _HELPERS[function.__name__] = function
+    return function
 
 
 @cache
@@ -218,10 +256,11 @@ def _size(shape: str, names: Sequence[str]) -> Callable[[Sequence[Any]], int] | 
     """The product of what stands in "rows, 2 * layer->size", of the values of `names`."""
     if not shape:
         return None
-    product = " * ".join(f"({part.strip()})" for part in shape.split(","))
-    code = re.sub(r"(?<!\.)\b[A-Za-z_]\w*",
+    parts = re.split(r",(?![^()]*\))", shape)                  # not those of a helper's arguments
+    product = " * ".join(f"({part.strip()})" for part in parts)
+    code = re.sub(r"(?<!\.)\b[A-Za-z_]\w*\b(?!\()",
                   lambda word: f"values[{names.index(word[0])}]", product.replace("->", "."))
-    size: Callable[[Sequence[Any]], int] = eval(f"lambda values: {code}")
+    size: Callable[[Sequence[Any]], int] = eval(f"lambda values: {code}", _HELPERS)
     return size
 
 
@@ -244,20 +283,24 @@ def structure(name: str) -> type[Structure]:
 
 
 def array_of(name: str, values: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.Structure]:
-    """An array of copies of structures of this name; what they point to must be kept alive."""
+    """An array of copies of structures of this name; what they point to is kept alive."""
     kind: type[ctypes.Structure] = structure(name)
-    return (kind * len(values))(*values)
+    array: Any = (kind * len(values))(*values)
+    array.held = tuple(values)
+    return cast("ctypes.Array[ctypes.Structure]", array)
 
 
 @cache
 def functions() -> dict[str, Function]:
-    """All functions by their names in C, less the `draftproof_` in front."""
+    """The functions for Python by their names in C, less the `draftproof_` in front: those that
+    say the size of every array of numbers. Others are called from C alone."""
     found = {}
     defined = r"^(void|int64_t) draftproof_(\w+)\(([^)]*)\)\s*\{"
     for returns, name, takes in re.findall(defined, _text()[0], re.M):
         declared = _declared(takes.split(","))
         threaded = declared[-1].name == "threads"
         takes = declared[: len(declared) - threaded]
-        found[name] = Function(_NUMBERS.get(returns), takes, threaded)
+        if all(one.size is not None for one in takes if one.pointee in _DTYPES):
+            found[name] = Function(_NUMBERS.get(returns), takes, threaded)
     return found
 

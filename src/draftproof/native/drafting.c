@@ -3,7 +3,8 @@
 
 /* The first token of the highest score in each row of logits; `nothing` if all are -inf or one is
  * NaN. Each heat is that of `each` rows; places say which of noise [., vocab] is whose. */
-void draftproof_sample(const bf16 *logits /* [rows, vocab] */, const float *noise /* or null */,
+void draftproof_sample(const bf16 *logits /* [rows, vocab] */,
+        const float *noise /* [reach(places), vocab] or null */,
         const int64_t *places /* [rows] or null */, const float *heats /* [rows / each] */,
         int64_t each, int64_t rows, int64_t vocab, int64_t nothing, int64_t *tokens /* [rows] */,
         int64_t threads) {
@@ -99,8 +100,9 @@ void draftproof_top_tokens(const bf16 *logits /* [rows, vocab] */, int64_t rows,
  * each: chances are the softmax of trust times the scores. Where a logit is NaN nothing has a
  * chance. */
 void draftproof_best_tokens(const bf16 *logits /* [rows, vocab] */,
-        const float *noise /* or null */, const int64_t *places /* [rows] or null */,
-        const float *heats /* [rows] */, const float *trusts /* [rows] */, int64_t rows,
+        const float *noise /* [reach(places), vocab] or null */,
+        const int64_t *places /* [rows] or null */, const float *heats /* [rows] */,
+        const float *trusts /* [rows] */, int64_t rows,
         int64_t vocab, int64_t count, float *odds /* [rows, count] */,
         int64_t *tokens /* [rows, count] */, int64_t threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
@@ -128,14 +130,17 @@ void draftproof_best_tokens(const bf16 *logits /* [rows, vocab] */,
  * a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more, the
  * root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and
  * rows * width * size + rows * vocab more. */
-int64_t draftproof_chain(Read *read, const Model *model, void *const *stores,
+int64_t draftproof_chain(Read *read, const Model *model,
+        void *const *stores /* [read->stores, model->count] */,
         const int64_t *text /* [read->rows, room] */, int64_t room,
         const int64_t *positions /* [read->rows] */, int64_t *lengths /* [read->rows] */,
-        int64_t width, int64_t steps, int64_t nodes, const float *noise /* or null */,
+        int64_t width, int64_t steps, int64_t nodes,
+        const float *noise /* [reach(places, steps), vocab_of(model)] or null */,
         const int64_t *places /* [read->rows] or null */, const float *heats /* [read->rows] */,
         const float *trusts /* [read->rows] */, float floor, int64_t absent,
         int64_t *tokens /* [read->rows, 1 + steps] */, int64_t *turns /* [read->rows, 1 + steps] */,
-        int64_t *reads /* [read->rows] */, bf16 *work) {
+        int64_t *reads /* [read->rows] */,
+        bf16 *work /* [read->rows, width * (hidden(model) + work_of(model)) + vocab_of(model)] */) {
     const Linear *head = model->head;
     int64_t rows = read->rows, vocab = head->outputs, size = head->size, lack = 1;
     int64_t most = width > steps ? width : steps;

@@ -5,7 +5,7 @@
 /* Of pools the trees. */
 void draftproof_likeliest(const int64_t *pool /* [rows, size] */,
         const int64_t *above /* [rows, size] */, const float *odds /* [rows, size] */,
-        int64_t rows, int64_t size, TreeOutput *out) {
+        int64_t rows, int64_t size, TreeOutput *out /* [rows] */) {
     for (int64_t r = 0; r < rows; r++)
         grow_tree(pool + r * size, above + r * size, odds + r * size, size, APART, out, r);
 }
@@ -59,7 +59,7 @@ void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, node
  * followed, the root by all that is known, others by `fan` tokens, down to `depth`. */
 void draftproof_likely_successors(const Table *table, const Texts *texts,
         const int64_t *last /* [texts->rows] */, int64_t width, int64_t fan, int64_t depth,
-        TreeOutput *out) {
+        TreeOutput *out /* [texts->rows] */) {
     int64_t most = 1 + table->best + width * fan * depth, pool[most], above[most];
     float odds[most];
     Scored best[width];
@@ -127,7 +127,7 @@ typedef struct {
 void draftproof_merge_trees(const float *counts /* [count, levels, 2] */, int64_t levels,
         float trust, float untold, const Member *members /* [count] */, int64_t count, int64_t rows,
         int64_t nodes, int64_t *pools /* [rows, nodes] */, int64_t *parents /* [rows, nodes] */,
-        int64_t *classes /* [rows, nodes] */, TreeOutput *out) {
+        int64_t *classes /* [rows, nodes] */, TreeOutput *out /* [rows] */) {
     int64_t size = 0;
     for (int64_t m = 0; m < count; m++) size += members[m].nodes;
     if (size > nodes) return;

@@ -80,8 +80,9 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight,
         const int64_t *shape /* [2, out->nodes] or null */,
         const bf16 *logits /* [rows, heads, vocab] */, const int64_t *roots /* [rows] */,
         int64_t rows, int64_t heads, int64_t vocab, int64_t children,
-        const float *noise /* or null */, const int64_t *places /* [rows] or null */,
-        const float *heats /* [rows] */, const float *trusts /* [rows] */, TreeOutput *out,
+        const float *noise /* [reach(places, heads), vocab] or null */,
+        const int64_t *places /* [rows] or null */, const float *heats /* [rows] */,
+        const float *trusts /* [rows] */, TreeOutput *out /* [rows] */,
         float *work /* [rows, heads, vocab + 16] */, int64_t threads) {
     int64_t wide = vocab + LANES, most = children < vocab ? children : vocab, nodes = out->nodes;
     Scored *own = malloc((size_t)(rows * heads * most) * sizeof(Scored));
@@ -143,7 +144,7 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight,
  * tokens of a draft vocabulary, that the projection knows alone, or none. */
 typedef struct {
     Linear fed, back, narrow, projection;
-    const Linear *blocks;
+    const Linear *blocks /* [layers] */;
     Embeddings table;
     const int64_t *map /* [projection.outputs] or null */;
     int64_t hidden, layers, smooth, first;
@@ -173,9 +174,10 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
  * `floor`, as a chain does. Returns the size of a pool. */
 int64_t draftproof_beam_search(const Recurrence *head,
         const bf16 *context /* [rows, head->hidden] */, const int64_t *roots /* [rows] */, int64_t rows, int64_t width, int64_t length,
-        const float *noise /* or null */, const int64_t *places /* [rows] or null */,
-        const float *heats /* [rows] */, const float *trusts /* [rows] */, float floor,
-        TreeOutput *out, bf16 *work /* [rows, width, 8 * head->hidden + 2 * head->projection.size
+        const float *noise /* [reach(places, length), head->table.vocab] or null */,
+        const int64_t *places /* [rows] or null */, const float *heats /* [rows] */,
+        const float *trusts /* [rows] */, float floor, TreeOutput *out /* [rows] */,
+        bf16 *work /* [rows, width, 8 * head->hidden + 2 * head->projection.size
         + 3 * head->projection.outputs] */, int64_t threads) {
     int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->table.vocab;
     int64_t known = head->projection.outputs, most = rows * width, room = out->nodes;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -11,9 +13,17 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import BadInput
-from draftproof.native.build import Library, load
-from draftproof.native.declarations import Checked, Value, checked_values, functions
+from draftproof.native.build import SWITCH, Library, load
+from draftproof.native.declarations import (
+    Checked,
+    Value,
+    addresses,
+    checked_values,
+    functions,
+)
 from draftproof.native.structures import Native
+
+log = logging.getLogger("draftproof")
 
 WIDEST = 256
 """Largest head of attention that the kernels read."""
@@ -54,7 +64,7 @@ class Kernels:
         function, checks, threaded = self._functions[name]
         if len(args) != len(checks):
             raise ValueError(f"{name} takes {len(checks)} arguments, {len(args)} were passed")
-        checked, values = checked_values(checks, args, name, in_call=True), list[Any]()
+        checked, values = checked_values(checks, args, name), list[Any]()
         for value in checked:                       # copies among them must live until C returns
             if isinstance(value, Tensor):
                 values.append(value.data_ptr())
@@ -96,7 +106,12 @@ class Stores:
     def __init__(self, stores: Sequence[Tensor], kernels: Kernels) -> None:
         self.rows, _, self.capacity = stores[0].shape[:3]
         self.count, self.kernels = len(stores), kernels
-        self.places = (ctypes.c_void_p * self.count)(*(store.data_ptr() for store in stores))
+        if any(not store.is_cpu or not store.is_contiguous() or store.dim() < 3
+               or (len(store), store.shape[2]) != (self.rows, self.capacity) for store in stores):
+            shapes = ", ".join(str(list(store.shape)) for store in stores)
+            raise BadInput(f"the stores of a cache were {shapes}; they must be contiguous on the "
+                           "CPU, with the same rows and the same capacity")
+        self.places = addresses(stores)
         self._heads = (ctypes.c_int64 * self.count)(*(store.shape[1] for store in stores))
         self._bytes = (ctypes.c_int64 * self.count)(
             *(store.stride(2) * store.element_size() for store in stores)
@@ -121,8 +136,15 @@ class Stores:
 
 @cache
 def library() -> Library:
-    """The C library, loaded at first use, and why there is none or no quicker one."""
-    return load()
+    """The C library, loaded at first use, and why there is none or no quicker one.
+
+    If it cannot be had, a warning says so once: torch serves, several times slower.
+    """
+    found = load()
+    if found.loaded is None and os.environ.get(SWITCH) != "0":
+        log.warning("note: decoding on the CPU is several times slower than it could be, without "
+                    "the C kernels: %s", (found.reason.splitlines() or [""])[0])
+    return found
 
 
 @cache

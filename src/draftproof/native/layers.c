@@ -35,7 +35,8 @@ void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const 
 
 /* out = silu(gate) * up, or GELU's; gate and up lie behind each other: [rows, 2 * size] to [rows,
  * size]. */
-void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows, int64_t size) {
+void draftproof_gate(const bf16 *gate_up /* [rows, 2, (size + 15) // 16 * 16] */,
+        bf16 *out /* [rows, (size + 15) // 16 * 16] */, int64_t gelu, int64_t rows, int64_t size) {
 #pragma omp for collapse(2) nowait
     for (int64_t r = 0; r < rows; r++)
         for (int64_t part = 0; part < size; part += PART) {
@@ -48,9 +49,15 @@ void draftproof_gate(const bf16 *gate_up, bf16 *out, int64_t gelu, int64_t rows,
         }
 }
 
+/* Whether a slot `place` after a row's text, and the slot that it is filled from, are in a store. */
+static int inside(int64_t length, int64_t node, int64_t place, int64_t capacity) {
+    int64_t last = node > place ? node : place;
+    return length >= 0 && node >= 0 && length + last < capacity;
+}
+
 /* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows,
  * heads, capacity] of so many bytes a slot. A node never lies before its destination, so nothing is
- * overwritten that is still to be read. */
+ * overwritten that is still to be read. Padding beyond the capacity stays where it is. */
 void draftproof_keep(char *const *stores /* [count] */, const int64_t *heads /* [count] */,
         const int64_t *bytes /* [count] */, int64_t count, int64_t capacity, int64_t rows,
         const int64_t *lengths /* [rows] */, const int64_t *nodes /* [rows, deep] */,
@@ -59,10 +66,11 @@ void draftproof_keep(char *const *stores /* [count] */, const int64_t *heads /* 
         for (int64_t line = 0; line < rows * heads[s]; line++) {
             int64_t row = line / heads[s], size = bytes[s];
             char *scratch = stores[s] + (line * capacity + lengths[row]) * size;
-            for (int64_t d = 0; d < deep; d++)
-                if (nodes[row * deep + d] != d)
-                    memcpy(scratch + d * size, scratch + nodes[row * deep + d] * size,
-                            (size_t)size);
+            for (int64_t d = 0; d < deep; d++) {
+                int64_t node = nodes[row * deep + d];
+                if (node != d && inside(lengths[row], node, d, capacity))
+                    memcpy(scratch + d * size, scratch + node * size, (size_t)size);
+            }
         }
 }
 
@@ -71,9 +79,12 @@ void draftproof_keep(char *const *stores /* [count] */, const int64_t *heads /* 
  * the model does not know are read as some that it knows. stores: those of each layer in turn.
  * work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates)
  * numbers. */
-void draftproof_forward(const Read *read, const Model *model, void *const *stores,
-        const int64_t *tokens, bf16 *last, bf16 *logits /* or null */,
-        bf16 *const *kept /* or null */, bf16 *work) {
+void draftproof_forward(const Read *read, const Model *model,
+        void *const *stores /* [read->stores, model->count] */,
+        const int64_t *tokens /* [width(read)] */, bf16 *last /* [width(read), hidden(model)] */,
+        bf16 *logits /* [width(read), vocab_of(model)] or null */,
+        bf16 *const *kept /* [model->count] or null */,
+        bf16 *work /* [width(read), work_of(model)] */) {
     const Layer *layers = model->layers;
     const Norm *norm = &model->norm;
     int64_t width = start_of(read, read->rows), size = layers->inner.size, threads = read->threads;

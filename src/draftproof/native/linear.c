@@ -284,8 +284,10 @@ static void pack_record(int64_t format, const uint8_t *const *blocks, uint8_t *r
 }
 
 /* Rows of blocks as in a file to records [outputs / 32, blocks], outputs rounded up with zeros. */
-void draftproof_pack(int64_t format, const uint8_t *rows, int64_t outputs, int64_t blocks,
-        uint8_t *out, int64_t threads) {
+void draftproof_pack(int64_t format,
+        const uint8_t *rows /* [outputs, blocks * block_bytes(format)] */, int64_t outputs,
+        int64_t blocks, uint8_t *out /* [(outputs + 31) // 32 * 32, blocks * block_bytes(format)] */,
+        int64_t threads) {
     static const uint8_t zeros[256];
     const Format *form = formats + format;
     int64_t strips = (outputs + STRIP - 1) / STRIP;

@@ -21,7 +21,7 @@ static inline float lasting(float match, int64_t ahead) { return (match + (float
  * `shortest` to `longest`, the most recent of equals; `steps` tokens from each, round and round. As
  * in drafters/prompt_lookup.py. */
 void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shortest, int64_t near,
-        int64_t places, int64_t steps, TreeOutput *out) {
+        int64_t places, int64_t steps, TreeOutput *out /* [texts->rows] */) {
     int64_t each = 1 + steps, pool[places * each], ends[near], others[near], best[places],
             lengths[places];
     float odds[places * each];
@@ -128,7 +128,7 @@ void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
 void draftproof_continue_text(const Index *index, const Texts *texts,
         const int64_t *tails /* [texts->rows, 16] */, const int64_t *begins /* [texts->rows] */,
         const int64_t *ends /* [texts->rows] */, float own, int64_t paths, int64_t steps,
-        TreeOutput *out) {
+        TreeOutput *out /* [texts->rows] */) {
     int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways],
             entries[index->count], context[CONTEXT];
     uint32_t tags[index->count];

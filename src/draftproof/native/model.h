@@ -16,7 +16,8 @@ typedef struct {
     int64_t rows, nodes, first, heads, key_heads, head_dim, capacity, context, threads, stores;
     const int64_t *lengths /* [rows] */;        /* committed tokens */
     const int64_t *parents /* [rows, nodes] */; /* before their children; -1 at the root */
-    const int64_t *starts /* [rows + 1] or null */, *which /* or null */;       /* see below */
+    const int64_t *starts /* [rows + 1] or null */;                             /* see below */
+    const int64_t *which /* [last(starts)] or null */;
     const Way *ways;
     float scale;
 } Read;
@@ -41,12 +42,12 @@ static inline int64_t node_at(const Read *read, int64_t row, int64_t place) {
  * kind that read the same inputs are computed one after another, and their outputs stand side by
  * side; such a layer has no weights itself. */
 typedef struct {
-    const void *weights;
-    const float *scale;
-    const bf16 *bias;
+    const void *weights /* [weight_bytes(scale, outputs, padded, format)] or null */;
+    const float *scale /* [(outputs + 31) // 32 * 32] or null */;
+    const bf16 *bias /* [(outputs + 31) // 32 * 32] or null */;
     int64_t size, padded, outputs;
     int64_t format, count;
-    const void *parts;                          /* [count] Linear */
+    const void *parts /* [count] or null */;    /* Linear */
 } Linear;
 
 /* How norms are made, and sums: what a layer adds is multiplied by `share`. */
@@ -60,21 +61,23 @@ typedef struct {
     Linear inner, output, gate_up, down;
     /* weights of norms: in front of attention and of the gates; of the heads of queries and keys,
      * and of what attention and gates add, which may be null */
-    const float *before, *after, *query, *key, *mixed, *fed;
+    const float *before /* [inner.size] */, *after /* [gate_up.size] */;
+    const float *query /* or null */, *key /* or null */;
+    const float *mixed /* [output.outputs] or null */, *fed /* [down.outputs] or null */;
     int64_t way;
 } Layer;
 
 /* Token embeddings [vocab, size]: bfloat16, or with a format rows of blocks as a GGUF file stores
  * them; linear_blocks.h has the formats. */
 typedef struct {
-    const void *rows;
+    const void *rows /* [table_bytes(vocab, size, format)] */;
     int64_t vocab, size, format;
 } Embeddings;
 
 /* A model: its layers, the weight of the final norm, embeddings and what they are multiplied by,
  * and what makes logits of the last states, or null. */
 typedef struct {
-    const Layer *layers;
+    const Layer *layers /* [count] */;
     int64_t count, gelu;                        /* gates are GELU by tanh, or SiLU */
     const float *last;
     Embeddings table;

@@ -190,7 +190,8 @@ static void block_6(const float *x, const float *scales, uint8_t *to) {
 /* Rows [rows, size] of weights, size a multiple of the format's block, to blocks as in a GGUF file.
  */
 void draftproof_quantize(int64_t format, const float *weights /* [rows, size] */, int64_t rows,
-        int64_t size, uint8_t *blocks, int64_t threads) {
+        int64_t size, uint8_t *blocks /* [rows, quantized_bytes(format, size)] */,
+        int64_t threads) {
     static const int inputs[] = {32, 32, 256, 256}, bytes[] = {34, 22, 144, 210};
     static const int group[] = {32, 32, 32, 16};
     int64_t count = size / inputs[format], groups = inputs[format] / group[format];

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.native.declarations import array_of, structure
+from draftproof.errors import BadInput
+from draftproof.native.declarations import array_of, size_helper, structure
 from draftproof.native.pages import enlarge
 
 STRIP, WORDS = 32, 16
@@ -18,33 +20,44 @@ up to."""
 LANES = 16
 """Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there
 is a multiple of it."""
-LARGE_BLOCK = 64
-"""Bytes: more than a block of 32 weights has, less than one of 256."""
 
 Read, Way, Norm, Layer, Model, Embeddings = map(
     structure, ("Read", "Way", "Norm", "Layer", "Model", "Embeddings")
 )
 Native = ctypes.Structure
 """The type of a linear layer as the kernels read it."""
+_BLOCKS = {
+    "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
+    "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176),
+    "Q6_K": (256, 210), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
+}  # fmt: skip
+"""Inputs and bytes of a block of each format."""
+FORMATS = tuple(_BLOCKS)
+"""Block formats of GGUF files that the kernels multiply, in the order of linear_blocks.h."""
+QUANTIZED = ("Q8_0", "Q5_0", "Q4_K", "Q6_K")
+"""Formats that quantize.c makes, in its order."""
 
 
 def linear(
     weights: Tensor, scales: Tensor | None, bias: Tensor | None, size: int, outputs: int
 ) -> Native:
-    """A linear layer. weights: as `interleaved` made them. Scales in 8 bits, and the bias, are of
-    as many outputs. The caller keeps them alive.
+    """A linear layer.
+
+    Args:
+        weights: As `interleaved` made them: bfloat16 without scales, uint8 with them.
+        scales: float32 per output, padded by `rounded`; None for bfloat16.
+        bias: bfloat16, padded by `rounded`.
+        size: Inputs.
+        outputs: Outputs.
+
+    Raises:
+        BadInput: A tensor has another dtype or too few elements.
     """
-    places = (weights.data_ptr(), *(None if one is None else one.data_ptr()
-                                    for one in (scales, bias)))
+    wanted = torch.bfloat16 if scales is None else torch.uint8
+    if weights.dtype != wanted:
+        raise BadInput(f"weights of a linear layer were {weights.dtype}; {wanted} was wanted")
     padded = size + -size % (WORDS * 4 // weights.element_size())
-    return structure("Linear")(*places, size, padded, outputs)
-
-
-FORMATS = (
-    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-    "IQ4_XS", "MXFP4",
-)
-"""Block formats of GGUF files that the kernels multiply, in the order of linear_blocks.h."""
+    return structure("Linear")(weights, scales, bias, size, padded, outputs)
 
 
 def block_linear(
@@ -54,16 +67,22 @@ def block_linear(
 
     Args:
         format: One of `FORMATS`.
-        records: uint8 [strips, blocks, bytes], as `Kernels.pack` made them. The caller keeps them
-            and the bias alive.
+        records: uint8 [strips, blocks, bytes], as `pack_blocks` made them.
         bias: bfloat16, padded by `rounded`.
         size: Inputs; at most as many as the blocks have.
         outputs: Outputs.
+
+    Raises:
+        BadInput: A tensor has another dtype, or there are fewer blocks than inputs and outputs.
     """
-    inputs = 32 if records.shape[2] // STRIP < LARGE_BLOCK else 256
+    padded = records.shape[1] * _BLOCKS[format][0]
+    if records.dtype != torch.uint8 or padded < size:
+        raise BadInput(
+            f"blocks of a linear layer were {list(records.shape)} in {records.dtype}; uint8 blocks "
+            f"of {size} inputs were wanted"
+        )
     return structure("Linear")(
-        records.data_ptr(), None, None if bias is None else bias.data_ptr(), size,
-        records.shape[1] * inputs, outputs, FORMATS.index(format) + 1
+        records, None, bias, size, padded, outputs, FORMATS.index(format) + 1
     )
 
 
@@ -74,19 +93,107 @@ def block_table(format: str, rows: Tensor, size: int) -> Native:
         format: One of `FORMATS`.
         rows: uint8 [vocab, bytes per row], as a GGUF file stores them.
         size: Numbers of an embedding.
+
+    Raises:
+        BadInput: The rows are not bytes, or too few.
     """
+    if rows.dtype != torch.uint8:
+        raise BadInput(f"rows of a block format were {rows.dtype}; torch.uint8 was wanted")
     return Embeddings(rows, len(rows), size, FORMATS.index(format) + 1)
 
 
 def joint_linear(parts: Sequence[Native]) -> Native:
     """Layers that read the same inputs as one, with their outputs side by side."""
-    array = array_of("Linear", parts)
+    if len({part.size for part in parts}) != 1:
+        sizes = ", ".join(str(part.size) for part in parts)
+        raise BadInput(f"layers of {sizes} inputs do not read the same; join those that do")
     outputs = sum(part.outputs for part in parts)
-    joint = structure("Linear")(
-        None, None, None, parts[0].size, 0, outputs, 0, len(parts), ctypes.addressof(array)
+    return structure("Linear")(
+        None, None, None, parts[0].size, 0, outputs, 0, len(parts), array_of("Linear", parts)
     )
-    joint.parts_held = array
-    return joint
+
+
+@size_helper
+def weight_bytes(scale: object, outputs: int, padded: int, format: int) -> int:
+    """Bytes of the weights of a `Linear`."""
+    rows = -(-outputs // STRIP) * STRIP
+    if format == 0:
+        return rows * padded * (1 if scale is not None else 2)
+    inputs, size = _BLOCKS[FORMATS[format - 1]]
+    return rows * (padded // inputs) * size
+
+
+@size_helper
+def table_bytes(vocab: int, size: int, format: int) -> int:
+    """Bytes of `Embeddings`."""
+    if format == 0:
+        return vocab * size * 2
+    inputs, bytes_ = _BLOCKS[FORMATS[format - 1]]
+    return vocab * (size // inputs * bytes_)
+
+
+@size_helper
+def block_bytes(format: int) -> int:
+    """Bytes of a block; formats are counted from 1."""
+    return _BLOCKS[FORMATS[format - 1]][1]
+
+
+@size_helper
+def quantized_bytes(format: int, size: int) -> int:
+    """Bytes that quantize.c makes of a row."""
+    inputs, bytes_ = _BLOCKS[QUANTIZED[format]]
+    return size // inputs * bytes_
+
+
+@size_helper
+def last(starts: Tensor | None) -> int:
+    """Nodes that a read names, row by row."""
+    return 0 if starts is None else int(starts[-1])
+
+
+@size_helper
+def width(read: Any) -> int:
+    """Tokens that a read reads, as `start_of` counts them."""
+    starts = read.pointed("starts")
+    tokens = read.rows * (read.nodes - read.first) if starts is None else int(starts[read.rows])
+    if tokens < 1:
+        raise BadInput(f"a read of {tokens} tokens was asked for; read at least one")
+    return tokens
+
+
+@size_helper
+def hidden(model: Any) -> int:
+    """Numbers of a hidden state."""
+    return int(model.pointed("layers")[0].inner.size)
+
+
+@size_helper
+def vocab_of(model: Any) -> int:
+    """Outputs of the head."""
+    return int(model.pointed("head").outputs)
+
+
+@size_helper
+def work_of(model: Any) -> int:
+    """Numbers that a token needs on its way through the layers of a model."""
+    if not hasattr(model, "work"):
+        layers = model.pointed("layers")
+        widest = max(layer.inner.outputs + layer.output.size + 3 * layer.down.size
+                     for layer in layers)
+        model.work = 2 * hidden(model) + widest
+    return int(model.work)
+
+
+@size_helper
+def reach(places: Tensor | None, steps: int = 1) -> int:
+    """Rows of noise that are read, from the places on.
+
+    Raises:
+        BadInput: There are no places, or negative ones.
+    """
+    if places is None or int(places.min()) < 0:
+        raise BadInput("noise was passed with no place, or a negative one, of each row's noise")
+    return int(places.max()) + steps
 
 
 def interleaved(weight: Tensor, fold: int) -> Tensor:

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from draftproof.gguf.blocks import BLOCK_SIZES, BlockTensor
 from draftproof.native.kernels import kernels
+from draftproof.native.structures import QUANTIZED
 from draftproof.weights.block_linear import BlockLinear
 
 HEADS = ("lm_head", "model.embed_tokens")
 """Modules that make logits."""
 SENSITIVE = ("v_proj", "qkv_proj", "down_proj", "fc2", "dense_4h_to_h", "w2", "wo")
 """Modules whose errors cost most: values, and the second matrix of the MLP."""
-QUANTIZED = ("Q8_0", "Q5_0", "Q4_K", "Q6_K")
-"""Formats that quantize.c makes, in its order."""
 BY_TORCH = {"Q4_K": "Q5_1", "Q6_K": "Q8_0"}
 """What stands for them where there are no kernels."""
 CHUNK = 1 << 24
