@@ -31,7 +31,7 @@ from draftproof.native.build import (
     opened,
 )  # fmt: skip
 from draftproof.native.cpu_ops import CpuOps
-from draftproof.native.kernels import Kernels, kernels
+from draftproof.native.kernels import Kernels, kernels, library
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler here")
 
@@ -175,6 +175,15 @@ def test_all_works_without_a_compiler(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env={**os.environ, **bare}, capture_output=True, text=True
     )
     assert done.stdout.split() == ["True"] * 3, done.stderr
+    (note,) = done.stderr.splitlines()                          # once, whatever runs
+    assert "slower" in note and "there is no C compiler; install gcc" in note
+
+
+def test_kernels_that_were_switched_off_are_not_missed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DRAFTPROOF_KERNELS", "0")
+    assert library.__wrapped__().loaded is None and not caplog.messages
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None or not able(), reason="no gcc for x86-64 here")

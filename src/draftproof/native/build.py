@@ -112,7 +112,8 @@ def compile_to(target: Path, build: str, compiler: str) -> None:
         # without OpenMP, which is torch's
         linked = ["-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", target.name, "-lm"]
         for one in (told, linked):
-            subprocess.run([compiler, *one], check=True, cwd=folder, capture_output=True, text=True)
+            subprocess.run([compiler, *one], check=True, cwd=folder, capture_output=True, text=True,
+                           env={**os.environ, "TMPDIR": folder})     # /tmp may be full
         made = Path(folder) / target.name
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
