@@ -28,5 +28,6 @@ def test_a_former_progress_is_an_update() -> None:
 
 
 def test_former_attributes_of_an_answer() -> None:
-    answer = Server(dp.load("demo", drafter="none"), "m")._read(schema.Completion(prompt="Once", max_tokens=4))
+    server = Server(dp.load("demo", drafter="none"), "m")
+    answer = server._read(schema.Completion(prompt="Once", max_tokens=4))
     assert answer.tickets[0].rows[0] is answer.requests[0].sequences[0]

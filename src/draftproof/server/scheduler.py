@@ -7,7 +7,7 @@ from draftproof.engine.completion import Completion
 from draftproof.engine.request import DraftTree, Request, Update
 
 
-def Progress(  # noqa: N802
+def Progress(
     sample: int, pieces: list[tuple[str, str]], tokens: list[int], logprobs: list[float],
     top: list[Likely], completion: Completion | None, tree: DraftTree | None,
 ) -> Update:  # fmt: skip
