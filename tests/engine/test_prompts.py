@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from drafting import texts
 from tiny import target
 from transformers import BatchEncoding
 
+from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 
@@ -58,3 +60,21 @@ def test_anything_else_is_one_sentence(wrong: Any) -> None:
     with pytest.raises(BadInput) as error:
         Engine(target()).generate(wrong, max_new_tokens=5)
     assert "\n" not in str(error.value)
+
+
+def test_prompts_that_repeat_one_another_with_one_seed_are_noted(
+    caplog: pytest.LogCaptureFixture
+) -> None:
+    """They get the same text, which who repeats a prompt to sample does not expect."""
+    engine, drawn = Engine(target()), Sampling(temperature=1.0)
+    for sampling, copies in (
+        (drawn, 2), (Sampling(), 0), ([replace(drawn, seed=seed) for seed in range(4)], 0),
+        ([drawn, replace(drawn, seed=1), drawn, drawn], 1),
+    ):
+        caplog.clear()
+        engine.generate([IDS, IDS, OTHER, IDS], max_new_tokens=1, sampling=sampling)
+        assert len(caplog.messages) == bool(copies)
+        assert not copies or f"{copies} of 4 prompts repeat" in caplog.messages[0]
+    caplog.clear()
+    engine.generate(IDS, max_new_tokens=1, sampling=drawn, n=3)
+    assert not caplog.messages

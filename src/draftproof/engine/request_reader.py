@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -22,6 +23,8 @@ from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, ContextTooLong, first_line
 from draftproof.model.target import Target
 from draftproof.tokenizer.codec import Codec, Messages
+
+log = logging.getLogger("draftproof")
 
 NEW_TOKENS = 128
 """New tokens per prompt when neither the call, the sampling nor the model says."""
@@ -60,7 +63,17 @@ class RequestReader:
                                        self.codec.stream(tokens) if self.codec else None,
                                        source=source) for sample in range(n)]  # fmt: skip
             requests.append(Request(sequences, index=index))
+        self._note_copies(requests)
         return requests
+
+    def _note_copies(self, requests: Sequence[Request]) -> None:
+        """Say it if prompts repeat one another with one seed: one seed gives one text."""
+        drawn = [request for request in requests if request.sampling.temperature > 0]
+        texts = {(tuple(request.prompt), request.sampling.seed) for request in drawn}
+        if copies := len(drawn) - len(texts):
+            log.warning("note: %d of %d prompts repeat an earlier one with the same seed, so that "
+                        "they get the same text; give each a seed of its own, or ask for n samples",
+                        copies, len(requests))
 
     def several(self, prompts: Any) -> list[Any]:
         """One prompt or many, as a list."""
