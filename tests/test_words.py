@@ -29,27 +29,6 @@ INSTEAD = {
 }  # fmt: skip
 """The word to use, in names, docstrings, help texts and errors."""
 
-NOT_YET = frozenset({
-    "bench/measure.py", "bench/methods.py", "bench/report.py", "bench/workloads.py",
-    "cli/audit.py", "cli/batch.py", "cli/bench.py", "cli/doctor.py", "cli/options.py",
-    "cli/plan.py", "cli/prove.py", "cli/run.py", "cli/setup.py", "cli/train.py",
-    "drafters/base.py", "drafters/beams.py", "drafters/bigram.py", "drafters/checkpoints.py",
-    "drafters/dflash.py", "drafters/draft_other_tokenizer.py", "drafters/draft_vocabulary.py",
-    "drafters/eagle3.py", "drafters/features.py", "drafters/medusa.py", "drafters/mtp.py",
-    "drafters/portfolio.py", "drafters/published.py", "drafters/redrafter.py",
-    "drafters/suffix.py", "drafters/token_recycling.py", "drafters/weight_files.py",
-    "engine/prompts.py", "model/batch_generate.py", "model/diagnosis.py",
-    "model/encoder_decoder.py", "model/generation_defaults.py", "model/graph_replay.py",
-    "model/inspection.py", "model/loading.py", "model/module_layout.py", "model/names.py",
-    "model/native_model.py", "model/native_target.py", "model/parallel.py", "native/build.py",
-    "native/cpu_ops.py", "native/declarations.py", "native/kernels.py", "native/structures.py",
-    "server/answer.py", "server/api.py", "server/call_forms.py", "server/tools.py",
-    "tokenizer/codec.py", "tokenizer/folder_tokenizer.py", "weights/disk_cache.py",
-    "weights/packed_linear.py", "weights/quantize.py", "weights/quantized_linear.py",
-    "weights/snapshot.py",
-})  # fmt: skip
-"""Files that still use such words. Files may leave this list; none may join it."""
-
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Every name that a file gives to something, with its line."""
@@ -86,7 +65,7 @@ def banned_words(source: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in NOT_YET])
+@pytest.mark.parametrize("name", FILES)
 def test_names_and_texts_use_the_terms_of_the_field(name: str) -> None:
     assert banned_words(FILES[name].read_text(encoding="utf-8")) == []
 

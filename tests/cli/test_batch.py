@@ -138,7 +138,7 @@ BAD = {
     ("object", {"logit_bias": [5]}), ("1e30", {"temperature": 10**400}), ("seed", {"seed": True}),
     ("max_length", {"max_length": 1}), ("top_logprobs", {"logprobs": 21}),
     ("tools", {"tools": [1]}), ("another seed", {"n": 2}),
-    ("beside the prompt", {"sampling_params": {"n": 3}}),
+    ("next to the prompt", {"sampling_params": {"n": 3}}),
     ("greedy", {"do_sample": True}), ("best_of", {"sampling_params": {"best_of": 3}}),
     ("object of sampling", {"sampling": [1]}), ("eos_token_id", {"eos_token_id": 0}),
     ("same option", {"max_tokens": 3, "max_new_tokens": 4}), ("--chat", {"system": "Be brief."}),

@@ -47,11 +47,11 @@ def test_tokens_are_shared_by_what_they_stand_for() -> None:
 def test_a_text_goes_from_one_tokenizer_to_the_other() -> None:
     ours, theirs, both = OURS.index, THEIRS.index, shared()
     prompt = [ours("<user>"), ours("th"), ours("i"), ours("in"), ours("Ġ"), ours("a")]
-    assert both.draft.said(both.begin(prompt)[1:]) == b"thiin a"
+    assert both.draft.bytes_for(both.begin(prompt)[1:]) == b"thiin a"
     assert both.begin(prompt)[0] == theirs("<user>")
     assert both.follow([ours("th"), ours("e")]) == [theirs("th"), theirs("e")]
-    assert both.draft.said(both.follow([ours("th"), ours("er"), ours("a")])) == b"thera"
-    assert both.target.said(both.back([theirs("ing"), theirs("▁a")])) == b"ing a"
+    assert both.draft.bytes_for(both.follow([ours("th"), ours("er"), ours("a")])) == b"thera"
+    assert both.target.bytes_for(both.back([theirs("ing"), theirs("▁a")])) == b"ing a"
     assert both.back([theirs("b"), theirs("<eos>")]) == [ours("b"), ours("<end>")]
 
 

@@ -87,10 +87,10 @@ class Recorder:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def progress(self, what: str, done: int, of: int, said: str = "") -> None:
+    def progress(self, what: str, done: int, of: int, details: str = "") -> None:
         self.bars[what].append((done, of))
-        if said:
-            self.losses.append(float(said.split()[1]))
+        if details:
+            self.losses.append(float(details.split()[1]))
             self.stepped(done)
 
     def stepped(self, step: int) -> None:

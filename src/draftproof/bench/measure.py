@@ -49,7 +49,10 @@ class OurEngine:
         if len(prompts) == 1:
             chunks = self.engine.stream(prompts[0], sampling=sampling)
             arrived = [(clock(), chunk.completion) for chunk in chunks]
-            first, done = arrived[0][0], [one for _, one in arrived if one is not None]
+            first, done = (
+                arrived[0][0],
+                [completion for _, completion in arrived if completion is not None],
+            )
         else:
             done = self.engine.generate(prompts, sampling=sampling, batch_size=batch)
         for completion in done:
@@ -100,7 +103,11 @@ class Bench:
     @property
     def total(self) -> int:
         """How many trials `run` makes."""
-        return self.rounds * len(self.methods) * sum(len(self.groups(one)) for one in self.settings)
+        return (
+            self.rounds
+            * len(self.methods)
+            * sum(len(self.groups(setting)) for setting in self.settings)
+        )
 
     def groups(self, setting: Setting) -> list[tuple[int, ...]]:
         """Indices of prompts asked for at once; the last group is filled up with the first ones."""
@@ -127,9 +134,9 @@ class Bench:
     def _trial(
         self, method: OurEngine, setting: Setting, number: int, group: int, new_tokens: int
     ) -> Trial:
-        indices, heat = self.groups(setting)[group], setting.temperature
+        indices, temperature = self.groups(setting)[group], setting.temperature
         prompts = [self.prompts[i] for i in indices]
-        sampling = replace(self.sampling, temperature=heat, max_new_tokens=new_tokens)
+        sampling = replace(self.sampling, temperature=temperature, max_new_tokens=new_tokens)
         start = self.clock()
         tokens, first, stats = method.write(prompts, sampling, setting.batch, self.clock)
         seconds = self.clock() - start

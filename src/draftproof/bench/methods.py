@@ -26,16 +26,16 @@ def load_methods(
     light = [name for name in drafters if set(name.split("+")) <= {*TRAINING_FREE, *HEADS}]
     if options.get("quantize_draft") is not None and light == names:
         raise BadInput("--quantize-draft is for draft models, and none was named; leave it out")
-    own: dict[str, Any] = {name: options.get(name)
+    plain_options: dict[str, Any] = {name: options.get(name)
                            for name in ("dtype", "device", "quantize", "kv_cache")}
-    plain = load(model, drafter="none", **own)
+    plain = load(model, drafter="none", **plain_options)
     methods = [OurEngine(PLAIN, plain)]
     for name in names or [default_name(plain.target)]:
-        asked = options | {"assistant_model" if name in assistants else "drafter": name}
-        asked |= {"quantize_draft": None} if name in light else {}
+        method_options = options | {"assistant_model" if name in assistants else "drafter": name}
+        method_options |= {"quantize_draft": None} if name in light else {}
         source: Any = model                             # it drafts with the original's weights
-        if not name.startswith("self-") or own["quantize"] is None:
-            source, asked["quantize"] = plain.target.model, None
-        engine = load(source, tokenizer=plain.codec and plain.codec.tokenizer, **asked)
+        if not name.startswith("self-") or plain_options["quantize"] is None:
+            source, method_options["quantize"] = plain.target.model, None
+        engine = load(source, tokenizer=plain.codec and plain.codec.tokenizer, **method_options)
         methods.append(OurEngine(name, engine))
     return plain, methods

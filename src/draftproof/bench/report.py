@@ -36,8 +36,10 @@ class Interval:
         if len(values) < 2 or min(values) == max(values):
             return cls(median(values))
         data, generator = (np.asarray(values),), np.random.default_rng(0)
-        found = bootstrap(data, np.median, method="percentile", rng=generator).confidence_interval
-        return cls(median(values), float(found.low), float(found.high))
+        interval = bootstrap(
+            data, np.median, method="percentile", rng=generator
+        ).confidence_interval
+        return cls(median(values), float(interval.low), float(interval.high))
 
     def __str__(self) -> str:
         bounds = f" ({self.low:.2f}–{self.high:.2f})" if self.low is not None else ""
@@ -69,11 +71,15 @@ class Figures:
 
 def compute(bench: Bench) -> list[Figures]:
     """Of each setting and method that has trials, in order."""
-    found: dict[tuple[Setting, str], list[Trial]] = {}
+    by_method: dict[tuple[Setting, str], list[Trial]] = {}
     for trial in bench.trials:
-        found.setdefault((trial.setting, trial.method), []).append(trial)
+        by_method.setdefault((trial.setting, trial.method), []).append(trial)
     order = [(setting, method.name) for setting in bench.settings for method in bench.methods]
-    return [_figures(found[one], found.get((one[0], PLAIN), [])) for one in order if one in found]
+    return [
+        _figures(by_method[key], by_method.get((key[0], PLAIN), []))
+        for key in order
+        if key in by_method
+    ]
 
 
 def _figures(trials: list[Trial], plain: list[Trial]) -> Figures:
@@ -92,7 +98,7 @@ def _figures(trials: list[Trial], plain: list[Trial]) -> Figures:
     firsts = [trial.first_token for trial in trials if trial.first_token is not None]
     return Figures(
         trials[0].method, trials[0].setting, texts, texts - len(differ), min(differ, default=None),
-        median(one.count / one.seconds for one in trials),
+        median(trial.count / trial.seconds for trial in trials),
         Interval.of([median(values) for values in ratios.values()]) if ratios else None,
         stats.tokens_per_round if stats.rounds else None,
         stats.acceptance if stats.drafted else None, stats.acceptance_by_position,
@@ -114,28 +120,28 @@ def table(figures: Sequence[Figures], title: str) -> Table:
     for name in ("tokens/s", "speed-up (95 %)", "tokens/\nround", "accep-\nted", "first\nms",
                  "same\ntext"):
         shown.add_column(name, justify="right", no_wrap=True, vertical="bottom")
-    for setting, group in groupby(figures, key=lambda one: one.setting):
+    for setting, group in groupby(figures, key=lambda figure: figure.setting):
         shown.add_row(f"[dim]{setting}[/]")
-        for one in group:
-            first = 1000 * one.first_token if one.first_token is not None else None
-            numbers = ((one.tokens_per_second, "{:.1f}"), (one.speed_up, "{}"),
-                       (one.tokens_per_round, "{:.2f}"), (one.acceptance, "{:.0%}"),
-                       (first, "{:.0f}"), (f"{one.same}/{one.texts}", "{}"))
+        for figure in group:
+            first = 1000 * figure.first_token if figure.first_token is not None else None
+            numbers = ((figure.tokens_per_second, "{:.1f}"), (figure.speed_up, "{}"),
+                       (figure.tokens_per_round, "{:.2f}"), (figure.acceptance, "{:.0%}"),
+                       (first, "{:.0f}"), (f"{figure.same}/{figure.texts}", "{}"))
             cells = ["" if value is None else form.format(value) for value, form in numbers]
-            shown.add_row(f"  {one.method}", *cells)
+            shown.add_row(f"  {figure.method}", *cells)
     return shown
 
 
 def notes(figures: Sequence[Figures], about: Mapping[str, Any]) -> list[str]:
     """What a reader must know besides the table, in lines: differences first."""
-    differ = [f"{one.method}, {one.setting}: differs from plain decoding at token {place[1]} "
-              f"of prompt {place[0]}" for one in figures if (place := one.first_difference)]
+    differ = [f"{figure.method}, {figure.setting}: differs from plain decoding at token {place[1]} "
+              f"of prompt {place[0]}" for figure in figures if (place := figure.first_difference)]
     run = "{workload}, {new_tokens} new tokens, {rounds} rounds; {machine[device]}"
     return [*differ, *about["quantised"], run.format(**about)]
 
 
 def as_json(bench: Bench, figures: Sequence[Figures], about: Mapping[str, Any]) -> str:
     """Every number: what was asked, figures, and trials with their tokens."""
-    body = {"about": about, "figures": [asdict(one) for one in figures],
+    body = {"about": about, "figures": [asdict(figure) for figure in figures],
             "trials": [asdict(trial) for trial in bench.trials]}
     return json.dumps(body, indent=1, default=str) + "\n"

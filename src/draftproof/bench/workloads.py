@@ -42,8 +42,8 @@ def read_prompts(file: Path, chat: bool = False) -> list[Prompt]:
 
 def that_fit(engine: Engine, prompts: Sequence[Prompt], new_tokens: int) -> list[list[int]]:
     """The prompts, as tokens, that leave room for so many new ones; else BadInput."""
-    tokens = [engine.requests.tokens(one) for one in prompts]
-    fitting = [some for some in tokens if len(some) + new_tokens <= engine.target.context]
+    tokens = [engine.requests.tokens(prompt) for prompt in prompts]
+    fitting = [text for text in tokens if len(text) + new_tokens <= engine.target.context]
     if prompts and not fitting:
         raise BadInput(f"no prompt leaves room for {new_tokens} new tokens; ask for fewer")
     return fitting

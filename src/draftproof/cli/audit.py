@@ -54,88 +54,90 @@ def audit(
     try:
         must_have_folders(json_)
         with show.loading("loading the model"):
-            title, found = _audited(SimpleNamespace(**ctx.params))
+            title, result = _audited(SimpleNamespace(**ctx.params))
     except Exception as error:                          # 1 always means biased
         if not isinstance(error, (DraftproofError, OSError)):
             traceback.print_exc()
         print(f"draftproof: {show.one_line(str(error))}", file=sys.stderr)
         raise typer.Exit(2) from None
     if json_ is not None:
-        verdict = {"engine": title, "verdict": "biased" if found.biased else "unbiased"}
+        verdict = {"engine": title, "verdict": "biased" if result.biased else "unbiased"}
         about = {"samples": samples, "seed": seed, "draftproof": __version__}
-        checks = [{**check._asdict(), "passed": check.passed} for check in found.checks]
+        checks = [{**check._asdict(), "passed": check.passed} for check in result.checks]
         text = json.dumps({**verdict, **about, "checks": checks}, indent=1) + "\n"
         json_.write_text(text, encoding="utf-8")
-    style, word = ("bold red", "BIASED") if found.biased else ("bold green", "UNBIASED")
-    if not found.biased and found.joint.cells < WEAK:
-        style, word = "bold yellow", (
-            f"UNBIASED, but a weak test ({found.joint.cells} different texts; give a --prompt that "
-            "can go on in more ways, or a higher --temperature)")
+    style, word = ("bold red", "BIASED") if result.biased else ("bold green", "UNBIASED")
+    if not result.biased and result.joint.cells < WEAK:
+        style = "bold yellow"
+        word = (f"UNBIASED, but a weak test ({result.joint.cells} different texts; give a --prompt "
+                "that can go on in more ways, or a higher --temperature)")  # fmt: skip
     console, table = show.page(), show.table(None, "test", "p-value", "verdict", "detail")
     console.print(f"{word}: {title}", style=style, markup=False)
-    for check in found.checks:
+    for check in result.checks:
         passed = "[green]passed[/]" if check.passed else "[bold red]failed[/]"
         table.add_row(check.name, f"{check.p_value:.2g}", passed, check.detail)
     console.print(table)
     console.print(
-        f"{samples} texts, total variation {found.joint.tv:.3f}. A correct engine is accused about "
-        f"{1e-6 * len(found.checks):.0e} of the time; a wrong one of a total variation of "
-        f"{found.joint.detects:.3f} or more is caught with probability 0.999.", style="dim",
+        f"{samples} texts, total variation {result.joint.tv:.3f}. A correct engine is accused "
+        f"about {1e-6 * len(result.checks):.0e} of the time; a wrong one of a total variation of "
+        f"{result.joint.detects:.3f} or more is caught with probability 0.999.", style="dim",
     )  # fmt: skip
-    raise typer.Exit(int(found.biased))
+    raise typer.Exit(int(result.biased))
 
 
-def _choices(law: Any, prompt: Sequence[int], samples: int) -> int:
+def _choices(distribution: Any, prompt: Sequence[int], samples: int) -> int:
     """How many first tokens are likely enough to be counted one by one."""
-    return int((law([tuple(prompt)])[0] * samples >= 20).sum())
+    return int((distribution([tuple(prompt)])[0] * samples >= 20).sum())
 
 
-def _audited(given: Any) -> tuple[str, Any]:
-    """The engine in words, and what was found. given: the options by name."""
+def _audited(options: Any) -> tuple[str, Any]:
+    """The engine in words, and the verdict on it. options: by name."""
     from draftproof.core.params import Sampling
     from draftproof.model.loading import load_model, load_tokenizer, stop_tokens
     from draftproof.verify import audit as audits
     from draftproof.verify.user_sampler import from_module
 
-    hf, endpoint, python, assistant = given.hf, given.endpoint, given.python, given.assistant_model
-    length, tokens = given.length, given.num_assistant_tokens
+    hf, endpoint, python = options.hf, options.endpoint, options.python
+    assistant = options.assistant_model
+    length, tokens = options.length, options.num_assistant_tokens
     if sum(source is not None for source in (hf, endpoint, python)) != 1:
         raise BadInput("give one engine: --hf MODEL, --endpoint URL or --python MODULE:NAME")
     needed = ["--assistant-model"] if hf else ["--model", "--reference"][: 1 + bool(endpoint)]
-    said = {"--assistant-model": assistant, "--model": given.model, "--reference": given.reference,
-            "--num-assistant-tokens": None if hf else tokens}
-    for name, value in said.items():
+    flags = {"--assistant-model": assistant, "--model": options.model,
+             "--reference": options.reference,
+             "--num-assistant-tokens": None if hf else tokens}
+    for name, value in flags.items():
         if (name in needed) != (value is not None):
             raise BadInput(f"this engine needs {name} too" if value is None else
                            f"{name} is not for this engine; leave it out")
     for name, number in (("length", length), ("num_assistant_tokens", tokens)):
         if number is not None and number < 1:
             raise BadInput(f"{name} was {number}; it must be at least 1")
-    want = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
+    want = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     engine: Any = from_module(python) if python else None
-    name = hf or given.reference or given.model
-    known, tokenizer = load_model(name, given.dtype, given.device), load_tokenizer(name)
+    name = hf or options.reference or options.model
+    known, tokenizer = load_model(name, options.dtype, options.device), load_tokenizer(name)
     if known.config.is_encoder_decoder:
         raise BadInput(f"{name} is an encoder-decoder, which audit does not know")
     vocab, ends = int(known.config.get_text_config().vocab_size), stop_tokens(known)
-    law, opaque = audits.model_distribution(known, want), frozenset[int]()
+    distribution, opaque = audits.model_distribution(known, want), frozenset[int]()
     length = length or (3 if vocab <= 64 else 2)
     if hf:
-        draft = load_model(assistant, given.dtype, given.device)
+        draft = load_model(assistant, options.dtype, options.device)
         engine = audits.assisted(known, draft, want, length, tokens, ends)
     elif endpoint:
         if tokenizer is None:
             raise BadInput(f"there is no tokenizer in {name}; it tells a server's tokens apart")
         size = min(len(tokenizer), vocab)
-        engine = audits.Endpoint(endpoint, given.model, want, length, tokenizer, size)
-        law, opaque = engine.merged(law), engine.shared
-    if tokenizer is None and given.prompt is not None:
+        engine = audits.Endpoint(endpoint, options.model, want, length, tokenizer, size)
+        distribution, opaque = engine.merged(distribution), engine.shared
+    if tokenizer is None and options.prompt is not None:
         raise BadInput(f"there is no tokenizer in {name} that reads --prompt; leave it out")
-    texts = OPENINGS if given.prompt is None else (given.prompt,)
+    texts = OPENINGS if options.prompt is None else (options.prompt,)
     prompts = [(1, 2, 3)] if tokenizer is None else [tokenizer(text)["input_ids"] for text in texts]
-    ids = max(prompts, key=lambda prompt: _choices(law, prompt, given.samples))
-    found = audits.audit(
-        engine, law, list(map(int, ids)), length=length, samples=given.samples, seed=given.seed,
-        ends=ends, opaque=opaque,
+    ids = max(prompts, key=lambda prompt: _choices(distribution, prompt, options.samples))
+    result = audits.audit(
+        engine, distribution, list(map(int, ids)), length=length, samples=options.samples,
+        seed=options.seed, ends=ends, opaque=opaque,
     )  # fmt: skip
-    return python or endpoint or f"transformers, {hf} with assistant {assistant}", found
+    return python or endpoint or f"transformers, {hf} with assistant {assistant}", result

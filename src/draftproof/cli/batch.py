@@ -49,10 +49,10 @@ Outcome = tuple[Line, "Completion | str"]
 
 @dataclass(frozen=True)
 class Batch:
-    """A run over a file: `prompts` to `out`; `given` is for rows that say nothing else."""
+    """A run over a file, `prompts` to `out`; `sampling` is for rows without their own options."""
 
     config: EngineConfig
-    given: Mapping[str, Any]
+    sampling: Mapping[str, Any]
     prompts: Path
     out: Path
     batch_size: int | None = None
@@ -104,15 +104,15 @@ class Batch:
     @property
     def _settings(self) -> str:
         """A digest of all options that decide what the texts are."""
-        said = [self.config.digest, self.chat, dict(self.given)]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        settings = [self.config.digest, self.chat, dict(self.sampling)]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     def _written(self, lines: Sequence[Line]) -> dict[int, bytes]:
         """The rows `out` already holds, checked to be ours; half a last line is cut off."""
-        *whole, half = self.out.read_bytes().split(b"\n")
+        *complete, half = self.out.read_bytes().split(b"\n")
         begins, why = b'{"index": ', ""
         try:
-            rows = [json.loads(text) for text in whole]
+            rows = [json.loads(text) for text in complete]
             if not all(row["input_sha256"] == lines[row["index"]].digest for row in rows):
                 why = "answers another input"
             elif not all(row["settings"] == self._settings for row in rows):
@@ -125,7 +125,7 @@ class Batch:
             raise BadInput(f"{self.out} {why}; give another --out, or remove it")
         with self.out.open("r+b") as out:
             out.truncate(out.seek(0, 2) - len(half))
-        return {row["index"]: text for row, text in zip(rows, whole, strict=True)}
+        return {row["index"]: text for row, text in zip(rows, complete, strict=True)}
 
     def _complete(self, left: Sequence[Line], rows: dict[int, bytes]) -> None:
         """Complete what `out` lacks, add it to `rows`, and put all in order."""
@@ -137,7 +137,7 @@ class Batch:
         try:
             with show.bars(*columns) as progress, self.out.open("ab") as out:
                 task = progress.add_task("", total=count, speed=0.0)
-                for line, outcome in self._found(left):
+                for line, outcome in self._outcomes(left):
                     row = self._row(line, outcome)
                     out.write(row + b"\n")
                     out.flush()
@@ -177,7 +177,7 @@ class Batch:
         """Rows the engine gets at a time."""
         return WINDOW * (self.batch_size or 8)
 
-    def _found(self, left: Sequence[Line]) -> Iterator[Outcome]:
+    def _outcomes(self, left: Sequence[Line]) -> Iterator[Outcome]:
         """What this process, or the workers of a cluster, make of the rows that are left."""
         if self.ray is not None:
             from draftproof.cli import over_ray
@@ -187,7 +187,7 @@ class Batch:
 
     def outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[Outcome]:
         """A completion or an error for each line; within a window of lines, in any order."""
-        base = replace(engine.sampling, **self.given)
+        base = replace(engine.sampling, **self.sampling)
         for start in range(0, len(lines), self.window):
             ready, prompts, wanted = list[Line](), list[Any](), list[Any]()
             for line in lines[start : start + self.window]:

@@ -46,7 +46,7 @@ def bench(
     from draftproof.bench.methods import load_methods
     from draftproof.bench.workloads import built_in, read_prompts, that_fit
 
-    batches, heats = numbers("batch", batch, int), numbers("temperature", temperature, float)
+    batches, temperatures = numbers("batch", batch, int), numbers("temperature", temperature, float)
     for name, value in (("batch", min(batches)), ("new_tokens", new_tokens), ("rounds", rounds),
                         ("limit", limit)):  # fmt: skip
         if value is not None and value < 1:
@@ -54,17 +54,17 @@ def bench(
     must_have_folders(json_)
     known, texts = built_in(model)
     file, assistants = prompts or texts, assistant_model or []
-    asked = read_prompts(file, chat)[:limit]
+    chosen = read_prompts(file, chat)[:limit]
     with show.status("loading ...") as status:
         plain, methods = load_methods(model, drafter or ([] if assistants else known), assistants,
                                       **engine)
-        fitting = that_fit(plain, asked, new_tokens)
-        settings = [Setting(rows, heat) for heat in heats for rows in batches]
+        fitting = that_fit(plain, chosen, new_tokens)
+        settings = [Setting(rows, degree) for degree in temperatures for rows in batches]
         run = Bench(methods, fitting, settings, replace(plain.sampling, seed=seed), new_tokens,
                     rounds)
         about = ctx.params | {
             "machine": report.machine_facts(plain.target.device), "quantised": lost(plain),
-            "workload": f"{len(fitting)} of the {len(asked)} prompts of {file.name}"}
+            "workload": f"{len(fitting)} of the {len(chosen)} prompts of {file.name}"}
         with suppress(KeyboardInterrupt):
             run.run(lambda name: status.update(f"{len(run.trials)} of {run.total}: {name}"))
     figures = report.compute(run)

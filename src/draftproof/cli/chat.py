@@ -71,13 +71,13 @@ def chat(
         elif _is_command(command):
             show.note(f"there is no command {line.split()[0]}. {HELP}")
         elif line:
-            asked = [*turns, {"role": "user", "content": line}]
+            messages = [*turns, {"role": "user", "content": line}]
             try:
-                answer, last = _answer(loaded, asked, wanted)
+                answer, last = _answer(loaded, messages, wanted)
             except BadInput as error:                           # the context is full, perhaps
                 show.note(f"{error}; /reset begins a new conversation", style="yellow")
                 continue
-            turns = [*asked, {"role": "assistant", "content": answer}]
+            turns = [*messages, {"role": "assistant", "content": answer}]
 
 
 def _is_command(line: str) -> bool:

@@ -31,30 +31,30 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
         if not engine.keys() & {"drafter", "assistant_model"}:
             engine["drafter"] = "none"
         made = engine_of(EngineConfig(model, **engine))
-        target, found = made.target, probe(made.target)
+        target, probed = made.target, probe(made.target)
         device = Device(target.device)
         free, total = (size / 2**30 for size in device.memory())
     facts: dict[str, Any] = {
         "versions": versions(),
-        "device": f"{found.device}: {device.name}, {os.cpu_count()} cores, "
+        "device": f"{probed.device}: {device.name}, {os.cpu_count()} cores, "
                   f"{torch.get_num_threads()} in use",
         "memory": f"{free:.1f} of {total:.1f} GiB free",
         "bfloat16": "native" if device.bf16_is_native else "not native: only if asked for",
         **paths(target),
-        "model": f"{model}, {found.dtype}, {target.context} tokens of context, reads "
+        "model": f"{model}, {probed.dtype}, {target.context} tokens of context, reads "
                  + ("chains and trees" if target.reads_trees else "chains only"),
         **({"quantised": lines} if (lines := lost(made)) else {}),
     }  # fmt: skip
     if drafts := made.budget.most:                      # a drafter was named, loads and fits
         facts["drafter"] = f"{made.drafter.name} fits, and drafts up to {drafts} tokens per round"
-    facts |= {"same bits": found.same, "other bits": found.differ}
+    facts |= {"same bits": probed.same, "other bits": probed.differ}
     if json_:
-        promised = {"exact_nodes": found.exact_nodes, "promise": found.promise}
-        show.print_json({**facts, "dtype": found.dtype, **promised})
+        promised = {"exact_nodes": probed.exact_nodes, "promise": probed.promise}
+        show.print_json({**facts, "dtype": probed.dtype, **promised})
         return
-    if found.differ:
-        gap = f"logits differ by up to {max(found.differ.values()):.1g}"
-        facts["other bits"] = [*found.differ, gap]
+    if probed.differ:
+        gap = f"logits differ by up to {max(probed.differ.values()):.1g}"
+        facts["other bits"] = [*probed.differ, gap]
     page = Table.grid(padding=(0, 2))
     page.add_column(style="bold")
     for name, value in facts.items():
@@ -63,5 +63,5 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
         page.add_row(name, several if isinstance(several, str) else " · ".join(several) or "none")
     console = show.page()
     console.print(page)
-    style = "bold green" if found.exact_nodes > 1 else "bold yellow"
-    console.print(f"\nPromise for this model on this machine: {found.promise}.", style=style)
+    style = "bold green" if probed.exact_nodes > 1 else "bold yellow"
+    console.print(f"\nPromise for this model on this machine: {probed.promise}.", style=style)

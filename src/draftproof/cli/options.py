@@ -22,26 +22,34 @@ def with_options(**groups: tuple[str, ...] | None) -> Callable[[Command], Comman
     """
 
     def decorate(command: Command) -> Command:
-        own = inspect.signature(command, eval_str=True).parameters
+        declared = inspect.signature(command, eval_str=True).parameters
         made = {
-            group: [one for one in OPTIONS[group] if names is None or one.name in names]
+            group: [
+                parameter
+                for parameter in OPTIONS[group]
+                if names is None or parameter.name in names
+            ]
             for group, names in groups.items()
         }
-        kept = [one.replace(kind=one.KEYWORD_ONLY) for one in own.values() if one.name not in made]
-        parameters = [*kept, *[one for group in made.values() for one in group]]
+        kept = [
+            parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for parameter in declared.values()
+            if parameter.name not in made
+        ]
+        parameters = [*kept, *[parameter for group in made.values() for parameter in group]]
 
         @wraps(command)
-        def run(**given: Any) -> None:
-            said: dict[str, dict[str, Any]] = {group: {} for group in made}
+        def run(**values: Any) -> None:
+            grouped: dict[str, dict[str, Any]] = {group: {} for group in made}
             for group, ones in made.items():
-                for one in ones:
-                    value = given.pop(one.name)
+                for parameter in ones:
+                    value = values.pop(parameter.name)
                     if not (value is None or value is False or value == []):
-                        said[group][one.name] = value
-            command(**given, **said)
+                        grouped[group][parameter.name] = value
+            command(**values, **grouped)
 
         run.__signature__ = inspect.Signature(parameters)       # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate
@@ -65,20 +73,20 @@ def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Param
 def options_of(config: type) -> list[inspect.Parameter]:
     """The fields of a dataclass that are options."""
     made = []
-    for one in cli_fields(config):
-        about = one.metadata
-        flags = about["flags"] or (flag(one.name),)
-        told = option(about["panel"], about["metavar"], about["help"], *flags)
-        made.append(_parameter(one.name, about["type"], one.default, told))
+    for field in cli_fields(config):
+        about = field.metadata
+        flags = about["flags"] or (flag(field.name),)
+        declared = option(about["panel"], about["metavar"], about["help"], *flags)
+        made.append(_parameter(field.name, about["type"], field.default, declared))
     return made
 
 
 def _sampling(
     name: str, kind: Any, metavar: str | None, help: str, flags: str = ""
 ) -> inspect.Parameter:
-    told = option("Sampling", metavar, help, flags or flag(name))
+    declared = option("Sampling", metavar, help, flags or flag(name))
     return _parameter(name, kind if kind is bool else kind | None,
-                      False if kind is bool else None, told)
+                      False if kind is bool else None, declared)
 
 
 SAMPLING = [
@@ -128,5 +136,5 @@ Ray = Annotated[
     int | None, _many("WORKERS", "On Ray workers, a model each; RAY_ADDRESS says where.", "--ray")
 ]
 
-_ENGINE = {one.name: one.annotation for one in OPTIONS["engine"]}
+_ENGINE = {parameter.name: parameter.annotation for parameter in OPTIONS["engine"]}
 Dtype, Device = _ENGINE["dtype"], _ENGINE["device"]

@@ -44,7 +44,7 @@ def plan(
     from draftproof.plan import report
     from draftproof.plan.planner import PlanConfig, Planner
 
-    batches, heats = numbers("batch", batch, int), numbers("temperature", temperature, float)
+    batches, temperatures = numbers("batch", batch, int), numbers("temperature", temperature, float)
     for name, value in (("batch", min(batches)), ("tokens", tokens), ("max_prompts", max_prompts),
                         ("price_per_hour", price_per_hour)):  # fmt: skip
         if value is not None and not value > 0:
@@ -60,18 +60,18 @@ def plan(
         must_decode_alone(plain, "plan")
         fitting = that_fit(plain, rows, tokens)
         written = _logs(logs, plain, chat)[:max_prompts] if logs else []
-        named = {one.name: one.engine.drafter for one in methods[1:]}
-        config = PlanConfig(tuple(batches), tuple(heats), tokens, price_per_hour, machine)
-        some = fitting[:max_prompts]
-        found = Planner(plain, named, some, written, config, status.update).plan()
+        named = {method.name: method.engine.drafter for method in methods[1:]}
+        config = PlanConfig(tuple(batches), tuple(temperatures), tokens, price_per_hour, machine)
+        few = fitting[:max_prompts]
+        result = Planner(plain, named, few, written, config, status.update).plan()
     console = show.page()
-    console.print(report.verdict(found), style="bold", markup=False)
-    console.print(report.table(found))
-    console.print(report.note(found), style="dim", markup=False)
+    console.print(report.verdict(result), style="bold", markup=False)
+    console.print(report.table(result))
+    console.print(report.note(result), style="dim", markup=False)
     if json_ is not None:
         names = [name for name in named if name not in assistants]
         options = {"assistant_model": assistants, "drafter": names, **engine}
-        json_.write_text(report.as_json(found, options), encoding="utf-8")
+        json_.write_text(report.as_json(result, options), encoding="utf-8")
 
 
 def _logs(file: Path, plain: Engine, chat: bool) -> list[Text]:
@@ -82,13 +82,13 @@ def _logs(file: Path, plain: Engine, chat: bool) -> list[Text]:
 
     if plain.codec is None:
         raise BadInput(f"{plain.target.name} has no tokenizer; it is needed to read the logs")
-    found = []
+    texts = []
     for document in read([file], chat, note=show.note):
         for tokens, mask in tokenized(document, plain.codec, None):
             first, end = mask.index(True), len(mask) - mask[::-1].index(True)
             prompt = first or min(OPENING, end // 2)
             if end - prompt > 1 and end < plain.target.context:
-                found.append(Text(tokens[:end], prompt, plain.sampling))
-    if not found:
+                texts.append(Text(tokens[:end], prompt, plain.sampling))
+    if not texts:
         raise BadInput(f"{file} has no text after a prompt; give rows with prompt and completion")
-    return found
+    return texts

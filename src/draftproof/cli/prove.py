@@ -53,11 +53,11 @@ def prove(
         engine["assistant_model"] = "demo-draft"
     setup = EngineConfig(model, **engine)
     names = [part.value for part in section or (QUICK if quick else Part)]
-    found = _run(setup, quick, names, seed, mutant or [])
-    for file, page in ((json_, found.as_json), (html, found.as_html)):
+    report = _run(setup, quick, names, seed, mutant or [])
+    for file, page in ((json_, report.as_json), (html, report.as_html)):
         if file is not None:
             file.write_text(page(), encoding="utf-8")
-    if not found.passed:
+    if not report.passed:
         raise typer.Exit(1)
 
 
@@ -91,9 +91,9 @@ def _run(
             out.print(str(section), style=styles[bool(section.failures)], markup=False)
             for failure in section.failures:
                 out.print(f"     {failure}", style="red", markup=False)
-    found = Report(done, about)
-    out.print(str(found), style=styles[not found.passed], markup=False)
-    return found
+    report = Report(done, about)
+    out.print(str(report), style=styles[not report.passed], markup=False)
+    return report
 
 
 def _bar(bars: Progress, name: str) -> Tick:

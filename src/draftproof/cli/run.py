@@ -99,22 +99,27 @@ def _decoded(read: Callable[[], str], name: str) -> str:
 
 
 def _run(
-    config: EngineConfig, given: dict[str, Any], prompt: Prompt, n: int, compare: bool, json_: bool
+    config: EngineConfig,
+    options: dict[str, Any],
+    prompt: Prompt,
+    n: int,
+    compare: bool,
+    json_: bool,
 ) -> None:
     """Complete one prompt, on the terminal or as JSON."""
     engine = engine_of(config)
-    wanted = replace(engine.sampling, **given)
-    idle = [opt.flag(name) for name in ("top_k", "top_p", "min_p", "seed") if name in given]
+    wanted = replace(engine.sampling, **options)
+    idle = [opt.flag(name) for name in ("top_k", "top_p", "min_p", "seed") if name in options]
     if wanted.temperature == 0 and idle:
         show.note(f"note: without effect at temperature 0: {', '.join(idle)}; add --temperature")
     plain = _plainly(engine, prompt, wanted, n) if compare else []
     if json_:
         ours = engine.generate([prompt], sampling=wanted, n=n)
-        found: dict[str, Any] = {"samples": [show.completion(one) for one in ours]}
-        found = found["samples"][0] if n == 1 else found
-        found |= {"compare": _compared(ours, plain)} if compare else {}
-        found["settings"] = described(config, engine, wanted)
-        show.print_json(found)
+        result: dict[str, Any] = {"samples": [show.completion(completion) for completion in ours]}
+        result = result["samples"][0] if n == 1 else result
+        result |= {"compare": _compared(ours, plain)} if compare else {}
+        result["settings"] = described(config, engine, wanted)
+        show.print_json(result)
     else:
         ours = _written(engine, prompt, wanted, n, show.StreamWriter(sys.stdout))
     for completion in ours:
@@ -172,12 +177,12 @@ def _compared(ours: Sequence[Completion], plain: Sequence[Completion]) -> dict[s
             "identical": place is None, "differs_at": place}
 
 
-def _verdict(engine: Engine, wanted: Sampling, found: dict[str, Any]) -> str:
+def _verdict(engine: Engine, wanted: Sampling, compared: dict[str, Any]) -> str:
     """Speed-up and whether the tokens are the same, in one line."""
-    place = found["differs_at"]
+    place = compared["differs_at"]
     same = "the text is identical" if place is None else f"the text differs at token {place}"
     if engine.lossy is not None and wanted.temperature > 0:
         same += " (typical acceptance is lossy: neither the target's text nor its distribution)"
     elif engine.acceptance != "match" and wanted.temperature > 0:
         same += f" ({engine.acceptance}: texts may differ, their distribution is the same)"
-    return f"{found['speed_up']:.2f}× as fast as plain decoding; {same}"
+    return f"{compared['speed_up']:.2f}× as fast as plain decoding; {same}"

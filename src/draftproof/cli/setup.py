@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from draftproof.model.parallel import ProcessGroup
 
 
-def config_of(model: str, given: dict[str, Any], bf16: bool) -> EngineConfig:
+def config_of(model: str, options: dict[str, Any], bf16: bool) -> EngineConfig:
     """The engine's options, with what --bf16 and --use-hpu-graphs say of dtype and device."""
-    dtype = given.get("dtype", "bfloat16")
+    dtype = options.get("dtype", "bfloat16")
     if bf16 and dtype not in ("bfloat16", "bf16"):
         raise BadInput(f"both --bf16 and --dtype {dtype} were given; leave one of them out")
-    graphs = {"device": "hpu"} if given.get("graphs") else {}
-    return EngineConfig(model, **{**graphs, **given, **({"dtype": dtype} if bf16 else {})})
+    graphs = {"device": "hpu"} if options.get("graphs") else {}
+    return EngineConfig(model, **{**graphs, **options, **({"dtype": dtype} if bf16 else {})})
 
 
 def engine_of(config: EngineConfig) -> Engine:
@@ -39,11 +39,11 @@ def engine_of(config: EngineConfig) -> Engine:
     return engine
 
 
-def check_sampling(given: dict[str, Any]) -> None:
+def check_sampling(options: dict[str, Any]) -> None:
     """Raise BadInput for a value that no model could honour, before one is loaded."""
     from draftproof.core.params import Sampling
 
-    Sampling(**given)
+    Sampling(**options)
 
 
 def alone_engine(config: EngineConfig, command: str, cache: int) -> Engine:

@@ -203,10 +203,10 @@ def completion(done: Completion) -> dict[str, Any]:
     stats = {name: getattr(done.stats, name) for name in (
         "rounds", "emitted", "drafted", "accepted", "tokens_per_round", "acceptance",
         "acceptance_by_position", "seconds", "plain_share", "distance_per_token")}
-    told = {
+    facts = {
         "text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason,
         "error": str(done.error) if done.error is not None else None, "logprobs": done.logprobs,
         "top_logprobs": done.top_logprobs,
         "stats": {name: value for name, value in stats.items() if value is not None},
     }  # fmt: skip
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in facts.items() if value is not None}

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 Method = StrEnum("Method", ["medusa", "redrafter"])
 _text, _medusa = partial(opt.option, "Text"), partial(opt.option, "Medusa")
 _redrafter, _head = partial(opt.option, "ReDrafter"), partial(opt.option, "Head")
-opt.OPTIONS |= {"config": opt.options_of(TrainConfig), "own": opt.options_of(SelfGenerateConfig)}
+opt.OPTIONS |= {
+    "config": opt.options_of(TrainConfig),
+    "generate": opt.options_of(SelfGenerateConfig),
+}
 
 HARDLY_PAYS, PAYS = 1.5, 2.0
 """Tokens per round below which heads seldom pay on a CPU, and from which they usually do."""
@@ -54,9 +57,9 @@ Horizon = Annotated[int | None, _redrafter("K", "Tokens ahead; 5.", "--horizon")
 ExitDim = Annotated[int | None, _redrafter("N", "Width before the projection.", "--exit-dim")]
 
 
-@opt.with_options(own=None, config=None, engine=("dtype", "device"))
+@opt.with_options(generate=None, config=None, engine=("dtype", "device"))
 def train(
-    method: Trained, model: opt.Model, data: Data, out: Out, own: dict[str, Any],
+    method: Trained, model: opt.Model, data: Data, out: Out, generate: dict[str, Any],
     config: dict[str, Any], engine: dict[str, Any], chat: Chat = False,
     self_generate: SelfGenerate = False, heads: Heads = None, layers: Layers = 1,
     share_lm_head: ShareHead = None, joint: Joint = False, horizon: Horizon = None,
@@ -83,7 +86,7 @@ def train(
     else:
         form, shape = {"horizon": 5 if horizon is None else horizon}, shape | {"exit_dim": exit_dim}
         make = partial(ReDrafterHead.fresh, steps=form["horizon"], num_layers=layers, **shape)
-    writes = SelfGenerateConfig(**own | {"temperatures": tuple(own["temperatures"])})
+    writes = SelfGenerateConfig(**generate | {"temperatures": tuple(generate["temperatures"])})
     if not self_generate and writes != SelfGenerateConfig():
         raise BadInput("--tokens, --temperature, --batch-size and --own-text say how the target "
                        "writes; add --self-generate, or leave them out")  # fmt: skip
@@ -134,10 +137,10 @@ class Screen(Progress):
     """A bar on a terminal, a line per evaluation anywhere. A `training.trainer.Callback`."""
 
     def __init__(self) -> None:
-        said = TextColumn("{task.percentage:3.0f} %{task.fields[said]} ·")
+        details = TextColumn("{task.percentage:3.0f} %{task.fields[details]} ·")
         left = TimeRemainingColumn(), TextColumn("left")
         out = show.page(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), said, *left
+        columns = TextColumn("{task.description}"), BarColumn(), details, *left
         super().__init__(*columns, console=out, transient=True, disable=not out.is_terminal)
         self._titled, self._logged = False, time.monotonic()
 
@@ -146,17 +149,17 @@ class Screen(Progress):
         wide = not self.console.is_terminal
         self.console.print(text, style="dim", markup=False, soft_wrap=wide)
 
-    def progress(self, what: str, done: int, of: int, said: str = "") -> None:
+    def progress(self, what: str, done: int, of: int, details: str = "") -> None:
         """One bar at a time, each with its own time left; in a log a line now and then."""
-        said = f" · {said}" if said else ""
+        details = f" · {details}" if details else ""
         if not self.console.is_terminal and time.monotonic() - self._logged >= LOGGED:
             self._logged = time.monotonic()
-            self.note(f"{what} {done / max(1, of):.0%}{said}")
+            self.note(f"{what} {done / max(1, of):.0%}{details}")
         if not self.tasks or self.tasks[0].description != what:
             for task in self.task_ids:
                 self.remove_task(task)
-            self.add_task(what, total=of, said=said)
-        self.update(self.task_ids[0], completed=done, total=of, said=said)
+            self.add_task(what, total=of, details=details)
+        self.update(self.task_ids[0], completed=done, total=of, details=details)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """A line of the table: accuracy per step of the head on held-out rows."""
@@ -165,7 +168,7 @@ class Screen(Progress):
             self.note(f"{'step':>7}{'held-out loss':>15}{'tokens/round':>14}{names}   top-1/top-5")
             self._titled = True
         pairs = zip(evaluation.top1, evaluation.top5, strict=True)
-        hits = "".join(f"{f'{one:.1%}/{five:.0%}':>13}" for one, five in pairs)
+        hits = "".join(f"{f'{first:.1%}/{five:.0%}':>13}" for first, five in pairs)
         kl = evaluation.backbone_kl
         hits += f"   backbone KL {kl:.4f}" if kl is not None else ""
         self.note(f"{step:>7}{evaluation.loss:>15.3f}{evaluation.tokens_per_round:>14.2f}{hits}")

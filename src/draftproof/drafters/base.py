@@ -60,9 +60,9 @@ class Drafter(ABC):
 
     def for_run(self, rows: int, capacity: int, ops: Ops) -> Self:
         """A started copy that serves one run: what `start` assigns is its own, the rest shared."""
-        own = copy.copy(self)
-        own.start(rows, capacity, ops)
-        return own
+        copied = copy.copy(self)
+        copied.start(rows, capacity, ops)
+        return copied
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         """Assign empty memory for `rows` rows of `capacity` tokens; compute with `ops`."""
@@ -193,8 +193,11 @@ class DraftHead(nn.Module, ABC):
         if self.config.share_lm_head:
             like = next(self.parameters())
             self.projection = lm_head_rows(vocabulary, self.token_map, like)
-        for own in self.own_projections:
-            own.weight, own.out_features = nn.Parameter(own.weight[self.token_map]), len(tokens)
+        for linear in self.own_projections:
+            linear.weight, linear.out_features = (
+                nn.Parameter(linear.weight[self.token_map]),
+                len(tokens),
+            )
 
     def solve(self, texts: Iterable[Features], vocabulary: Vocabulary) -> None:
         """Begin with weights found in closed form from what the target made of these texts, in
@@ -243,11 +246,11 @@ class HeadDrafter(Drafter, Generic[H]):
     def select(self, rows: Sequence[int]) -> None:
         self.hidden[: len(rows)] = self.hidden[list(rows)]
 
-    def packed_projection(self, own: nn.Module | None) -> Native | None:
+    def packed_projection(self, own_projection: nn.Module | None) -> Native | None:
         """What the head projects with, as our kernels read it: its `own` projection, its rows of
         the target's LM head, or that LM head; None if it is not packed."""
         tables = self.vocabulary.native
-        projection = own if own is not None else self.head.projection
+        projection = own_projection if own_projection is not None else self.head.projection
         if tables is None or projection is None:
             return None if tables is None else tables.head
         natives = packed([projection])
@@ -285,16 +288,16 @@ def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None = 
     return F.pad(logits, (0, lacks), value=-torch.inf) if lacks > 0 else logits[..., :vocab_size]
 
 
-def must_hold(given: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:
+def must_hold(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:
     """Refuse weights of which some lack, or have another shape."""
     for key, empty in wanted.items():
-        if key not in given:
+        if key not in tensors:
             raise DrafterMismatch(f"{name} lacks {key}; its file is incomplete, fetch it again")
-        if given[key].shape != empty.shape:
-            found, asked = tuple(given[key].shape), tuple(empty.shape)
+        if tensors[key].shape != empty.shape:
+            shape, expected = tuple(tensors[key].shape), tuple(empty.shape)
             raise DrafterMismatch(
-                f"{key} of {name} has shape {found}, {asked} was expected; fetch it again, or one "
-                "for this model"
+                f"{key} of {name} has shape {shape}, {expected} was expected; fetch it again, or "
+                "one for this model"
             )
 
 
@@ -309,8 +312,8 @@ def decoding_copy(head: H, vocabulary: Vocabulary) -> H:
         if head.projection is not None:
             copied.projection = nn.Linear(*head.projection.weight.T.shape)
     with torch.inference_mode(False):
-        weights = {name: one.to(device, dtype if one.is_floating_point() else None, copy=True)
-                   for name, one in state.items()}  # fmt: skip
+        weights = {name: tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
+                   for name, tensor in state.items()}  # fmt: skip
         copied.load_state_dict(weights, assign=True)
     small = slow_because("int8", dtype) is None
     for parent in copied.requires_grad_(False).modules() if small else ():
@@ -329,8 +332,8 @@ def lm_head_rows(vocabulary: Vocabulary, tokens: Tensor, like: Tensor) -> nn.Lin
         weight, bias = lm_head_of(vocabulary)
         known = weight[tokens], bias[tokens]
     rows = nn.Linear(known[0].shape[1], len(tokens), device="meta").requires_grad_(False)
-    some = {"weight": known[0].to(like), "bias": known[1].to(like)}
-    rows.load_state_dict(some, assign=True)
+    state = {"weight": known[0].to(like), "bias": known[1].to(like)}
+    rows.load_state_dict(state, assign=True)
     return rows
 
 

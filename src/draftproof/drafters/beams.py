@@ -41,8 +41,8 @@ def weighed(
         depths = torch.cat([depths, torch.full_like(best.indices, depth)], 1)
         place, above = size + best.indices, best.values
         size, first = size + scores.shape[1], nodes.shape[1] - width
-    found, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-    return found, origins, scores.exp()
+    tokens, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
+    return tokens, origins, scores.exp()
 
 
 def likeliest(frontier: Frontier, read: Read, width: int, deepest: int) -> TokenTree:

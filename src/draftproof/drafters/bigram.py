@@ -153,16 +153,16 @@ def bigram_tree(
     for step in range(logits.shape[1] if shape is None else len(shape.levels) - 1):
         if shape is None:                                   # any child of the best nodes
             above, place = score.topk(min(nodes, score.shape[1]), 1)                    # [B, W]
-            law = table.after(tokens.gather(1, place), log_probs[:, step], weights)
-            steps, found = law.topk(min(nodes, law.shape[-1]), -1)
-            parents.append((size + place)[..., None].expand_as(found).flatten(1))
+            log_probs_after = table.after(tokens.gather(1, place), log_probs[:, step], weights)
+            steps, candidates = log_probs_after.topk(min(nodes, log_probs_after.shape[-1]), -1)
+            parents.append((size + place)[..., None].expand_as(candidates).flatten(1))
             size += score.shape[1]
-            tokens, score = found.flatten(1), (above[..., None] + steps).flatten(1)
+            tokens, score = candidates.flatten(1), (above[..., None] + steps).flatten(1)
         else:
             place, rank = shape.children(step + 1, root.device)
-            law = table.after(tokens, log_probs[:, step], weights)
-            steps, found = law.topk(max(shape.ranks) + 1, -1)
-            tokens, score = found[:, place, rank], score[:, place] + steps[:, place, rank]
+            log_probs_after = table.after(tokens, log_probs[:, step], weights)
+            steps, candidates = log_probs_after.topk(max(shape.ranks) + 1, -1)
+            tokens, score = candidates[:, place, rank], score[:, place] + steps[:, place, rank]
         levels.append((tokens, score))
     tokens, score = (torch.cat(part, 1) for part in zip(*levels, strict=True))
     there = score > -torch.inf                                                          # nor NaN

@@ -78,10 +78,10 @@ def read_head(folder: str | Path, vocabulary: Vocabulary) -> DraftHead:
     Raises ModelNotFound if there is none or it cannot be read, DrafterMismatch if it is not for
     this target.
     """
-    found = _recognised(Path(folder))
-    if found is None:
+    recognised = _recognised(Path(folder))
+    if recognised is None:
         raise ModelNotFound(f"{folder} holds no draft head known here; give another folder")
-    kind, settings, names, files = found
+    kind, settings, names, files = recognised
     weight_files.must_be_possible(settings, f"the {kind} head in {folder}")
     state = weight_files.read_tensors(names, files)
     try:
@@ -112,7 +112,7 @@ def write_head(head: DraftHead, folder: str | Path) -> None:
         raise BadInput(
             f"{folder} holds something else already ({others[0]}); write to a folder of its own"
         )
-    tensors = {name: one for name, one in head.state_dict().items()
+    tensors = {name: tensor for name, tensor in head.state_dict().items()
                if not name.startswith("projection.")}  # fmt: skip
     if isinstance(head, MedusaHead) and head.pairs is not None:
         columns = zip(Bigrams._fields[:4], head.pairs[:4], strict=True)
@@ -166,10 +166,10 @@ def _medusa(
             state.pop(f"heads.{head}.proj.weight", None)
         for layer in range(layers):                                     # vLLM's may have none
             state.setdefault(f"heads.{head}.blocks.{layer}.bias", torch.zeros_like(first[0]))
-    own = state.get("heads.0.proj.weight")
-    form = _form(settings, state, own, vocabulary)
+    own_projection = state.get("heads.0.proj.weight")
+    form = _form(settings, state, own_projection, vocabulary)
     return MedusaConfig(num_heads=heads, num_layers=layers, hidden_size=first.shape[1],
-                        share_lm_head=own is None, **form)  # fmt: skip
+                        share_lm_head=own_projection is None, **form)  # fmt: skip
 
 
 def _redrafter(
@@ -203,12 +203,12 @@ def _redrafter(
 
 
 def _form(
-    settings: Mapping[str, Any], state: dict[str, Tensor], own: Tensor | None,
+    settings: Mapping[str, Any], state: dict[str, Tensor], own_projection: Tensor | None,
     vocabulary: Vocabulary,
 ) -> dict[str, Any]:
     """The tokens that a head knows, and whom it was trained for. own: its projection, if any."""
     ids, known = state.get("token_map"), vocabulary.vocab_size
-    rows = len(own) if own is not None else len(ids) if ids is not None else 0
+    rows = len(own_projection) if own_projection is not None else len(ids) if ids is not None else 0
     if ids is not None and len(ids) < rows:                 # vLLM's heads may know all, with a map
         ids = None
     if ids is not None and (ids.dim() != 1 or not len(ids) or ids.is_floating_point()
@@ -222,7 +222,11 @@ def _form(
             f"the draft heads map {rows} rows to {len(ids)} tokens up to {int(ids.max())}, "
             f"{vocabulary.name} has {known}; use heads trained for this target"
         )
-    every = rows if own is not None and ids is None else int(settings.get("vocab_size") or known)
+    every = (
+        rows
+        if own_projection is not None and ids is None
+        else int(settings.get("vocab_size") or known)
+    )
     base = settings.get("base_model") or settings.get("base_model_name_or_path") or ""
     few = None if ids is None else len(ids)
     return {"vocab_size": every, "draft_vocab_size": few, "base_model": str(base)}

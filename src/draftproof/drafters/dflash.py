@@ -54,7 +54,7 @@ def recognises(settings: Mapping[str, Any]) -> bool:
     """Whether a config.json is one of DFlash."""
     if "speculators_model_type" in settings:
         return settings["speculators_model_type"] in ("dflash", "dflash2")
-    named = any(str(one).startswith("DFlash") for one in settings.get("architectures") or ())
+    named = any(str(name).startswith("DFlash") for name in settings.get("architectures") or ())
     return named or NESTED in settings
 
 
@@ -84,7 +84,7 @@ class DFlash(FeatureDrafter):
         def read(tree: TokenTree, first: int) -> Tensor:
             """Of the next place, given each of the last nodes."""
             place, before = tree.depth_limit, tree.tokens[:, first:].clamp(min=0)
-            return self.network.given(logits[:, place], hidden[:, place], before)
+            return self.network.rescored(logits[:, place], hidden[:, place], before)
 
         return read, levels
 
@@ -121,29 +121,29 @@ class DFlashNet(Network):
 
     mask_embedding: Tensor | None = None
 
-    def __init__(self, found: Published, vocabulary: Vocabulary, depth: int) -> None:
-        layers, settings = found.layers, found.settings
+    def __init__(self, drafter: Published, vocabulary: Vocabulary, depth: int) -> None:
+        layers, settings = drafter.layers, drafter.settings
         super().__init__(layers, vocabulary)
         self.settings, size = settings, self.width
         self.mask_token = int(settings["mask_token_id"])
-        numbers = settings[INPUTS] or [one + 1 for one in settings[OUTPUTS]]
-        self.hidden_layers = published.layers_read(numbers, depth, found.name)
-        self.causal = _causal(found)
+        numbers = settings[INPUTS] or [index + 1 for index in settings[OUTPUTS]]
+        self.hidden_layers = published.layers_read(numbers, depth, drafter.name)
+        self.causal = _causal(drafter)
         self.fc = nn.Linear(len(numbers) * vocabulary.hidden_size, size, bias=False)
         self.hidden_norm, self.norm = layers.norm(size), layers.norm(size)
-        if "embed_tokens.weight" in found.tensors:
+        if "embed_tokens.weight" in drafter.tensors:
             self.embed_tokens = nn.Embedding(layers.config.vocab_size, size)
-        if "lm_head.weight" in found.tensors:
-            self.lm_head = nn.Linear(size, found.vocab_size, bias=False)
+        if "lm_head.weight" in drafter.tensors:
+            self.lm_head = nn.Linear(size, drafter.vocab_size, bias=False)
         if not (hasattr(self, "embed_tokens") and hasattr(self, "lm_head")):
-            published.must_share(found, vocabulary)
+            published.must_share(drafter, vocabulary)
         self.candidate_selector, self.candidates = None, int(settings["selector_top_k"] or 16)
         if rank := settings["selector_rank"]:
             kernel, group = settings["conv_kernel_size"] or 2, settings["conv_group_size"] or 16
             for layer in self.layers:
                 for name in ("attention_conv", "mlp_conv"):
                     setattr(layer, name, Convolution(size, kernel, group))
-            self.candidate_selector = Selector(found.vocab_size, size, rank)
+            self.candidate_selector = Selector(drafter.vocab_size, size, rank)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """[..., H] what keys and values of the text are made of, from states [..., T, H]."""
@@ -164,8 +164,8 @@ class DFlashNet(Network):
         mask: by causality, a function of the window."""
         hidden = self.embed(tokens)
         angles = self.parts.angles(hidden, positions)
-        for number, one in enumerate(self.layers):
-            layer, sees = cast(Any, one), mask(self.causal[number])
+        for number, module in enumerate(self.layers):
+            layer, sees = cast(Any, module), mask(self.causal[number])
             attend = partial(self.parts.attend, number, angles=angles, mask=sees, cache=cache)
             for norm, part, convolution in (
                 (layer.input_layernorm, attend, getattr(layer, "attention_conv", None)),
@@ -177,33 +177,33 @@ class DFlashNet(Network):
         return cast(Tensor, self.norm(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        own, settings = hasattr(self, "lm_head"), self.settings
-        logits = self.lm_head(hidden) if own else self.vocabulary.unembed(hidden, raw=True)
+        has_head, settings = hasattr(self, "lm_head"), self.settings
+        logits = self.lm_head(hidden) if has_head else self.vocabulary.unembed(hidden, raw=True)
         for scale in ("output_multiplier", "logit_scale"):
             logits = logits * float(settings[scale] or 1.0)
         if cap := settings["final_logit_softcapping"]:
             logits = (logits / cap).tanh() * cap
         return over_vocabulary(logits, self.vocabulary.vocab_size, self.token_map)
 
-    def given(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
+    def rescored(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
         """[B, n, V] of a place with logits [B, V] and state [B, H], after tokens [B, n]."""
-        whole = logits[:, None].expand(-1, before.shape[1], -1)
+        spread = logits[:, None].expand(-1, before.shape[1], -1)
         if self.candidate_selector is None:
-            return whole
+            return spread
         best = logits.topk(min(self.candidates, logits.shape[-1]), -1)
         scores = best.values[:, None] + self.candidate_selector(hidden, before, best.indices)
         index = best.indices[:, None].expand_as(scores)
-        return torch.full_like(whole, -torch.inf).scatter(-1, index, scores)
+        return torch.full_like(spread, -torch.inf).scatter(-1, index, scores)
 
 
-def _causal(found: Published) -> list[bool]:
+def _causal(drafter: Published) -> list[bool]:
     """Of each layer, whether a place of the block sees none after it; the windows are set."""
-    settings, windows = found.settings, found.layers.windows
+    settings, windows = drafter.settings, drafter.layers.windows
     apart = settings["sliding_window_non_causal"]
     causal = [window is not None and not apart for window in windows]
     if settings["use_swa"] and not any(windows):
         window = settings["swa_window_size"] or settings.get("sliding_window")
-        found.layers.windows = [window] * len(windows)
+        drafter.layers.windows = [window] * len(windows)
     for name in ("causal", "is_causal"):
         if settings[name] is not None:
             return [settings[name]] * len(windows)
@@ -232,7 +232,7 @@ def _convolved(hidden: Tensor, kernels: Tensor) -> Tensor:
     """[B, N, H] the sum over the places before of what they hold times the kernel here."""
     size = hidden.shape[1]
     back = range(min(kernels.shape[2], size))
-    moved = [F.pad(hidden, (0, 0, one, 0))[:, :size] * kernels[:, :, one] for one in back]
+    moved = [F.pad(hidden, (0, 0, shift, 0))[:, :size] * kernels[:, :, shift] for shift in back]
     return torch.stack(moved).sum(0)
 
 
@@ -251,32 +251,32 @@ class Selector(nn.Module):
         return cast(Tensor, context @ self.successor_codebook[tokens].transpose(1, 2))
 
 
-def _must_agree(found: Published, beside: Mapping[str, Any]) -> None:
-    """Refuse settings that contradict each other. beside: those outside of `dflash_config`."""
-    said, slides = found.settings, any(found.layers.windows)
-    pairs = [(key, one, f"{key} outside of {NESTED}", beside.get(key))
-             for key, one in (said[NESTED] or {}).items()]  # fmt: skip
-    pairs += [("causal", said["causal"], "is_causal", said["is_causal"]),
-              ("use_swa", said["use_swa"], "sliding layers", slides or None)]  # fmt: skip
-    if slides or said["use_swa"]:
-        pairs += [("swa_window_size", said["swa_window_size"],
-                   "sliding_window", said.get("sliding_window"))]  # fmt: skip
-    if not said["selector_rank"]:
+def _must_agree(drafter: Published, outer: Mapping[str, Any]) -> None:
+    """Refuse settings that contradict each other. outer: those outside of `dflash_config`."""
+    settings, slides = drafter.settings, any(drafter.layers.windows)
+    pairs = [(key, value, f"{key} outside of {NESTED}", outer.get(key))
+             for key, value in (settings[NESTED] or {}).items()]  # fmt: skip
+    pairs += [("causal", settings["causal"], "is_causal", settings["is_causal"]),
+              ("use_swa", settings["use_swa"], "sliding layers", slides or None)]  # fmt: skip
+    if slides or settings["use_swa"]:
+        pairs += [("swa_window_size", settings["swa_window_size"],
+                   "sliding_window", settings.get("sliding_window"))]  # fmt: skip
+    if not settings["selector_rank"]:
         second = ("selector_top_k", "conv_kernel_size", "conv_group_size")
-        pairs += [(key, said[key], "selector_rank", 0) for key in second]
-    for one, value, other, against in pairs:
+        pairs += [(key, settings[key], "selector_rank", 0) for key in second]
+    for name, value, other, against in pairs:
         if value is not None and against is not None and value != against:
             raise DrafterMismatch(
-                f"{found.name} has {one} = {value!r:.60} and {other} = {against!r:.60}, which do "
-                "not go together; fetch its config.json again"
+                f"{drafter.name} has {name} = {value!r:.60} and {other} = {against!r:.60}, which "
+                "do not go together; fetch its config.json again"
             )
 
 
 def load(folder: Path, vocabulary: Vocabulary, depth: int) -> DFlash:
     """The drafter in a folder, for a target of `depth` layers; raises DrafterMismatch for one that
     is not for it, or has a setting or a tensor that is not known here."""
-    found = published.read(folder, "DFlash", KNOWN, NESTED)
-    name, settings, tensors = found.name, found.settings, found.tensors
+    drafter = published.read(folder, "DFlash", KNOWN, NESTED)
+    name, settings, tensors = drafter.name, drafter.settings, drafter.tensors
     numbers = OUTPUTS if settings[INPUTS] is None else INPUTS
     for key in ("block_size", "mask_token_id", numbers):
         if not settings[key] and settings[key] != 0:
@@ -286,10 +286,10 @@ def load(folder: Path, vocabulary: Vocabulary, depth: int) -> DFlash:
             f"{name} is for a model of {settings['num_target_layers']} layers, the target has "
             f"{depth}; use one trained for this target"
         )
-    _must_agree(found, weight_files.read_settings(folder))
-    if not hasattr(cast(Any, found.layers.layers[0]).self_attn, "k_norm"):
+    _must_agree(drafter, weight_files.read_settings(folder))
+    if not hasattr(cast(Any, drafter.layers.layers[0]).self_attn, "k_norm"):
         raise DrafterMismatch(f"{name} has layers without norms of heads; it is not loaded")
-    embedding, mapped = tensors.pop("embedding", None), published.token_map(found, vocabulary)
+    embedding, mapped = tensors.pop("embedding", None), published.token_map(drafter, vocabulary)
     if mapped is not None and ("lm_head.weight" not in tensors or settings["selector_rank"]):
         raise DrafterMismatch(f"{name} maps tokens and has no head for them; fetch it again")
     if (folder / MASK_FILE).is_file():
@@ -300,7 +300,7 @@ def load(folder: Path, vocabulary: Vocabulary, depth: int) -> DFlash:
             f"{vocabulary.vocab_size}; use one trained for this target"
         )
     with torch.device("meta"):
-        network = DFlashNet(found, vocabulary, depth)
+        network = DFlashNet(drafter, vocabulary, depth)
     network.token_map = mapped
     published.fill(network, tensors, vocabulary, name)
     if embedding is not None:

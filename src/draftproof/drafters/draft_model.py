@@ -137,8 +137,8 @@ class DraftModel(Drafter):
         prefix, chain, rows = frontier.prefix, getattr(self.model, "chain", None), len(self.lag)
         if chain is None or prefix.longest is None or self.model.vocab_size != self.vocab_size:
             return None
-        asked = (prefix, steps, self.vocab_size, frontier.floor, CONFIDENCE_SCALE)
-        sampling = frontier.sampler.draft_sampling(*asked)
+        arguments = (prefix, steps, self.vocab_size, frontier.floor, CONFIDENCE_SCALE)
+        sampling = frontier.sampler.draft_sampling(*arguments)
         if sampling is None:
             return None
         width, cache = 1 + self._lacking(prefix, frontier.max_nodes), self._cache(rows)

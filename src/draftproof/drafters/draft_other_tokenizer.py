@@ -42,8 +42,8 @@ class SharedTokens:
         self, tree: TokenTree, cache: KVCache, *, first: int = 0, last_only: bool = False
     ) -> Reading:
         if first:                                               # nodes that were drafted
-            own = self.shared.to_draft[tree.tokens.clamp(min=0)]
-            tree = replace(tree, tokens=torch.where(tree.present, own, ABSENT))
+            drafted = self.shared.to_draft[tree.tokens.clamp(min=0)]
+            tree = replace(tree, tokens=torch.where(tree.present, drafted, ABSENT))
         logits = self.model.read(tree, cache, first=first, last_only=last_only).logits
         return Reading(logits if last_only else self.shared.over_target(logits))
 
@@ -76,7 +76,7 @@ class OtherTokenizer(DraftModel):
         self.free = copy.copy(self.free)
         self.free.ops, self.free.cache = ops, self.cache
         device = self.shared.to_draft.device
-        self.own = torch.zeros(rows, places, dtype=torch.int64, device=device)
+        self.draft_texts = torch.zeros(rows, places, dtype=torch.int64, device=device)
         self.rows: list[OwnText] = []
 
     def observe(self, commit: Commit) -> None:
@@ -93,30 +93,30 @@ class OtherTokenizer(DraftModel):
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
-        self.own[: len(rows)] = self.own[list(rows)]
+        self.draft_texts[: len(rows)] = self.draft_texts[list(rows)]
         self.rows = [replace(self.rows[row], tokens=[*self.rows[row].tokens]) for row in rows]
 
     def _own_prefix(self, frontier: Frontier) -> Prefix:
         """The text of each row in the draft's tokens; of more than it can read the beginning is
         forgotten. The cache is told what it holds."""
-        most = min(self.own.shape[1], self.model.context) - frontier.max_nodes - 3
+        most = min(self.draft_texts.shape[1], self.model.context) - frontier.max_nodes - 3
         for place, end in enumerate(frontier.prefix.position.tolist()):
             row = self.rows[place]
             new = frontier.prefix.tokens[place, row.known : end + 1].tolist()
-            own = self.shared.follow(new) if row.tokens else self.shared.begin(new)
-            row.tokens, row.known = row.tokens + own, end + 1
+            new_tokens = self.shared.follow(new) if row.tokens else self.shared.begin(new)
+            row.tokens, row.known = row.tokens + new_tokens, end + 1
             if len(row.tokens) > most:
-                row.tokens = own = row.tokens[-(most // 2) :]
+                row.tokens = new_tokens = row.tokens[-(most // 2) :]
                 row.held = 0
             size = len(row.tokens)
-            self.own[place, size - len(own) : size] = torch.tensor(own)
+            self.draft_texts[place, size - len(new_tokens) : size] = torch.tensor(new_tokens)
             self.lag[place] = size - 1 - row.held
         self._cache(len(self.rows)).lengths.copy_(torch.tensor([row.held for row in self.rows]))
         ends = [len(row.tokens) - 1 for row in self.rows]
         for row, end in zip(self.rows, ends, strict=True):
             row.held = end                                      # once this round has read it
-        position = torch.tensor(ends).to(self.own)
-        return Prefix(self.own[: len(ends)], position, frontier.max_nodes, max(ends))
+        position = torch.tensor(ends).to(self.draft_texts)
+        return Prefix(self.draft_texts[: len(ends)], position, frontier.max_nodes, max(ends))
 
     def _read_root(self, prefix: Prefix, budget: int) -> Tensor:
         return super()._read_root(self.prefix, budget)
@@ -124,7 +124,7 @@ class OtherTokenizer(DraftModel):
     def _freely(self, frontier: Frontier) -> TokenTree:
         """The likeliest chain of the draft's own tokens, written again in the target's."""
         params = [SamplingParams(Sampling(), 0, (), ())] * len(self.rows)
-        greedy, self.free.lag = Sampler(params, self.own.device, self.ops), self.lag
+        greedy, self.free.lag = Sampler(params, self.draft_texts.device, self.ops), self.lag
         tree = self.free.propose(replace(frontier, prefix=self.prefix, sampler=greedy, most=0))
         self.lag = self.free.lag
         chains = list[list[int]]()

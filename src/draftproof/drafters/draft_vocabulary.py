@@ -51,11 +51,11 @@ class TokenTable:
     def encode(self, text: bytes, begins: bool = False) -> list[int]:
         """Ids of a text, cut characters left out; with what begins a text if it begins one."""
         tokens = self.codec.encode(text.decode(errors="ignore"), special=False) if text else []
-        if tokens and self.said(tokens[:1]) == b" " and not text.startswith(b" "):
+        if tokens and self.bytes_for(tokens[:1]) == b" " and not text.startswith(b" "):
             tokens = tokens[1:]                                 # SentencePiece begins with a space
         return [*self._begins, *tokens] if begins else tokens
 
-    def said(self, tokens: Iterable[int]) -> bytes:
+    def bytes_for(self, tokens: Iterable[int]) -> bytes:
         """What tokens stand for."""
         return b"".join(self.bytes_of[token] for token in tokens)
 
@@ -71,21 +71,23 @@ class SharedVocabulary:
         self.target, self.size = TokenTable(target, target_size), target_size
         self.draft = TokenTable(draft, draft_size)
         ours, theirs = self.target, self.draft
-        found = {index: theirs.ids[text] for text, index in ours.ids.items() if text in theirs.ids}
+        shared = {index: theirs.ids[text] for text, index in ours.ids.items() if text in theirs.ids}
         smaller = min(len(target.tokenizer), len(draft.tokenizer))
-        if len(found) < max(1, LEAST_SHARED * smaller):
+        if len(shared) < max(1, LEAST_SHARED * smaller):
             raise DrafterMismatch(
-                f"the draft model {draft.name} and the target {target.name} share {len(found)} of "
+                f"the draft model {draft.name} and the target {target.name} share {len(shared)} of "
                 f"{smaller} tokens; choose a draft model whose tokenizer is nearer to the target's"
             )
-        found |= {index: theirs.specials[name] for name, index in ours.specials.items()
+        shared |= {index: theirs.specials[name] for name, index in ours.specials.items()
                   if name in theirs.specials}  # fmt: skip
         if ours.end is not None and theirs.end is not None:     # one meaning, one token
-            found = {index: own for index, own in found.items() if own != theirs.end}
-            found[ours.end] = theirs.end
-        self.specials = {own: index for index, own in found.items() if theirs.is_special(own)}
-        self.count, self.to_draft = len(found), torch.full((target_size,), -1, dtype=torch.int64)
-        self.to_draft[list(found)] = torch.tensor([*found.values()])
+            shared = {index: token for index, token in shared.items() if token != theirs.end}
+            shared[ours.end] = theirs.end
+        self.specials = {
+            token: index for index, token in shared.items() if theirs.is_special(token)
+        }
+        self.count, self.to_draft = len(shared), torch.full((target_size,), -1, dtype=torch.int64)
+        self.to_draft[list(shared)] = torch.tensor([*shared.values()])
 
     def to(self, device: torch.device) -> SharedVocabulary:
         """Its tensors on this device."""
@@ -102,7 +104,7 @@ class SharedVocabulary:
         begins, ids = self.draft.encode(b"", begins=True), list[int]()
         for special, part in groupby(tokens, self.target.is_special):
             if not special:
-                ids += self.draft.encode(self.target.said(part))
+                ids += self.draft.encode(self.target.bytes_for(part))
             else:
                 known = (int(self.to_draft[token]) for token in part)
                 ids += [token for token in known if token >= 0]
@@ -126,7 +128,7 @@ class SharedVocabulary:
         ids = list[int]()
         for special, part in groupby(tokens, self.draft.is_special):
             if not special:
-                ids += self.target.encode(self.draft.said(part))
+                ids += self.target.encode(self.draft.bytes_for(part))
                 continue
             for token in part:
                 if token not in self.specials:

@@ -40,7 +40,7 @@ def recognises(settings: Mapping[str, Any]) -> bool:
     """Whether a config.json is one of EAGLE-3."""
     if "speculators_model_type" in settings:
         return bool(settings["speculators_model_type"] == "eagle3")
-    named = any("eagle3" in str(one).lower() for one in settings.get("architectures") or ())
+    named = any("eagle3" in str(name).lower() for name in settings.get("architectures") or ())
     other = "dflash_config" in settings or "block_size" in settings
     return named or ("draft_vocab_size" in settings and not other)
 
@@ -48,14 +48,14 @@ def recognises(settings: Mapping[str, Any]) -> bool:
 class Eagle3(Network):
     """The weights, by their names in the `speculators` layout."""
 
-    def __init__(self, found: Published, vocabulary: Vocabulary, depth: int) -> None:
-        layers, settings = found.layers, found.settings
+    def __init__(self, drafter: Published, vocabulary: Vocabulary, depth: int) -> None:
+        layers, settings = drafter.layers, drafter.settings
         super().__init__(layers, vocabulary)
         self.settings, size = settings, self.width
         fuses = settings["use_aux_hidden_state"] is not False
         numbers = settings[LAYERS] or (2, depth // 2, depth - 3)
         outputs = LAYERS in (settings[NESTED] or {})
-        read = published.layers_read([one + outputs for one in numbers], depth, found.name)
+        read = published.layers_read([number + outputs for number in numbers], depth, drafter.name)
         self.hidden_layers = read if fuses else (-1,)
         first: Any = self.layers[0]
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -68,11 +68,11 @@ class Eagle3(Network):
         self.input_norm = layers.norm(count * each) if settings["norm_before_fc"] else None
         norms = (layers.norm(each) for _ in range(count))
         self.fc_norm = nn.ModuleList(norms) if settings["fc_norm"] else None
-        self.lm_head = nn.Linear(size, found.vocab_size, bias=False)
-        if "embed_tokens.weight" in found.tensors:
+        self.lm_head = nn.Linear(size, drafter.vocab_size, bias=False)
+        if "embed_tokens.weight" in drafter.tensors:
             self.embed_tokens = nn.Embedding(layers.config.vocab_size, size)
         if not fuses or not hasattr(self, "embed_tokens"):
-            published.must_share(found, vocabulary)
+            published.must_share(drafter, vocabulary)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         if self.fc is None:
@@ -111,10 +111,10 @@ class Eagle3(Network):
 def load(folder: Path, vocabulary: Vocabulary, depth: int) -> PairDrafter:
     """The drafter in a folder, for a target of `depth` layers; raises DrafterMismatch for one that
     is not for it, or has a setting or a tensor that is not known here."""
-    found = published.read(folder, "EAGLE-3", KNOWN, NESTED)
-    mapped = published.token_map(found, vocabulary)
+    drafter = published.read(folder, "EAGLE-3", KNOWN, NESTED)
+    mapped = published.token_map(drafter, vocabulary)
     with torch.device("meta"):
-        network = Eagle3(found, vocabulary, depth)
+        network = Eagle3(drafter, vocabulary, depth)
     network.token_map = mapped
-    published.fill(network, found.tensors, vocabulary, found.name)
+    published.fill(network, drafter.tensors, vocabulary, drafter.name)
     return PairDrafter(network, "eagle3", DEEPEST)

@@ -177,8 +177,8 @@ class PairDrafter(FeatureDrafter):
         positions = (tree.positions(cache.lengths, like.context) - 1).clamp(min=0)[:, first:]
         tokens = tree.tokens[:, first:].clamp(0, like.vocab_size - 1)
         mask = masks(tree, cache, span, like.dtype, first, hidden=1)
-        found: tuple[Tensor, Tensor] = self.network(features, tokens, positions, mask, cache)
-        return found
+        outputs: tuple[Tensor, Tensor] = self.network(features, tokens, positions, mask, cache)
+        return outputs
 
 
 def _at(states: Tensor, places: Tensor) -> Tensor:

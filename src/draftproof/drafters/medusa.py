@@ -90,8 +90,8 @@ class MedusaHead(DraftHead):
             base_model=vocabulary.name,
         ))  # fmt: skip
         head.to(vocabulary.device, torch.promote_types(vocabulary.dtype, torch.float32))
-        for own in head.own_projections:
-            own.weight.data.copy_(base.lm_head_of(vocabulary)[0])
+        for linear in head.own_projections:
+            linear.weight.data.copy_(base.lm_head_of(vocabulary)[0])
         return head
 
     @property
@@ -101,21 +101,21 @@ class MedusaHead(DraftHead):
     @property
     def own_projections(self) -> list[nn.Linear]:
         projections = (cast(Head, head).proj for head in self.heads)
-        return [one for one in projections if one is not None]
+        return [linear for linear in projections if linear is not None]
 
     def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
         hidden = features.hidden[:, :, 0].to(next(self.parameters()).dtype)
         for step, head in enumerate(self.heads):
             inner = head(hidden[:, : max(hidden.shape[1] - 2 - step, 0)])
-            own = cast(Head, head).proj
-            logits = self.unembed(inner, vocabulary) if own is None else own(inner)
+            projection = cast(Head, head).proj
+            logits = self.unembed(inner, vocabulary) if projection is None else projection(inner)
             known = self.token_map is not None
             yield logits if known else base.over_vocabulary(logits, vocabulary.vocab_size)
 
     def count(self, first: Tensor, second: Tensor) -> int:
-        found = Bigrams.counted(first, second, self.config.vocab_size)
-        self.pairs = found if len(found.tokens) else None
-        return len(found.tokens)
+        bigrams = Bigrams.counted(first, second, self.config.vocab_size)
+        self.pairs = bigrams if len(bigrams.tokens) else None
+        return len(bigrams.tokens)
 
     def drafter(self, vocabulary: Vocabulary) -> Medusa:
         return Medusa(self, vocabulary)
@@ -189,10 +189,12 @@ class PackedHeads(NamedTuple):
 
 def heads_logits(medusa: Medusa, hidden: Tensor, heads: int) -> Tensor:
     """[B, heads, V] logits of the first heads for hidden states [B, H]."""
-    own = medusa.head.own_projections
+    projections = medusa.head.own_projections
     states = torch.stack([head(hidden) for head in medusa.head.heads[:heads]], 1)
-    if own:
-        logits = torch.stack([own[head](state) for head, state in enumerate(states.unbind(1))], 1)
+    if projections:
+        logits = torch.stack(
+            [projections[head](state) for head, state in enumerate(states.unbind(1))], 1
+        )
     else:
         logits = medusa.head.unembed(states, medusa.vocabulary)
     return base.over_vocabulary(logits, medusa.vocabulary.vocab_size, medusa.head.token_map)

@@ -110,8 +110,8 @@ def load(target: Target) -> PairDrafter:
     DrafterMismatch for one that is not fully known here."""
     folder, depth = checkpoint_folder(target.model), layer_count(target.model)
     files, name = weight_files.all_files(folder), f"the multi-token prediction of {target.name}"
-    found = ((layout, _named(layout, files, depth)) for layout in LAYOUTS)
-    layout, names = next((one for one in found if one[1]), (LAYOUTS[0], {}))
+    layouts = ((layout, _named(layout, files, depth)) for layout in LAYOUTS)
+    layout, names = next((candidate for candidate in layouts if candidate[1]), (LAYOUTS[0], {}))
     if not names:
         raise ModelNotFound(
             f"{target.name} has no layers for multi-token prediction that are known here; name "
@@ -135,12 +135,12 @@ def _named(
     """By our name of a tensor, its name in the files; none if they have another layout. number: of
     the layer, where prefixes say one."""
     pattern = layout.prefix.replace("{L}", str(depth + number)).replace("{N}", str(number))
-    prefix, found = re.compile(pattern), dict[str, str]()
+    prefix, names = re.compile(pattern), dict[str, str]()
     for name in files:
         if match := prefix.match(name):
             rest = name[match.end() :]
-            found[layout.names.get(rest, layout.layer + rest)] = name
-    return found
+            names[layout.names.get(rest, layout.layer + rest)] = name
+    return names
 
 
 def _without_copies(
@@ -148,9 +148,9 @@ def _without_copies(
 ) -> dict[str, str]:
     """Names but of tables that are copies of the model's own; refuses others."""
     for key in names.keys() & SHARED.keys():
-        table = next((one for one in SHARED[key] if one in files), None)
-        own = weight_files.read_tensors({"": table, key: names[key]}, files) if table else {}
-        if not table or not torch.equal(own[""], own[key]):
+        table = next((name for name in SHARED[key] if name in files), None)
+        tensors = weight_files.read_tensors({"": table, key: names[key]}, files) if table else {}
+        if not table or not torch.equal(tensors[""], tensors[key]):
             raise DrafterMismatch(
                 f"{name} has {key} of its own, which differs from the model's; it is not loaded"
             )
@@ -160,14 +160,14 @@ def _without_copies(
 def _check(settings: dict[str, Any], several: bool, name: str) -> None:
     """Refuse several layers, and settings that are not known."""
     settings = {**settings, **(settings.get("text_config") or {})}
-    said = next((settings[key] for key in COUNTS if settings.get(key) is not None), 1)
-    if several or said != 1:
+    count = next((settings[key] for key in COUNTS if settings.get(key) is not None), 1)
+    if several or count != 1:
         raise DrafterMismatch(
-            f"{name} has {said if said != 1 else 'several'} layers, of which each drafts one token "
-            "further; one layer is run here, name another drafter"
+            f"{name} has {count if count != 1 else 'several'} layers, of which each drafts one "
+            "token further; one layer is run here, name another drafter"
         )
-    own = {key: value for key, value in settings.items() if "mtp" in key and value}
-    refuse_unknown(own, COUNTS, name)
+    counts = {key: value for key, value in settings.items() if "mtp" in key and value}
+    refuse_unknown(counts, COUNTS, name)
 
 
 def _experts(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ def _experts(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor
     for key in network.state_dict():
         at = key.removesuffix("gate_up_proj")
         if at != key and f"{at}0.gate_proj.weight" in tensors:
-            count = sum(one.startswith(at) and one.endswith("up_proj.weight") for one in tensors)
+            count = sum(name.startswith(at) and name.endswith("up_proj.weight") for name in tensors)
             names = [f"{at}{number}.{kind}_proj.weight" for number in range(count)
                      for kind in ("gate", "up", "down")]
             missing = [name for name in names if name not in tensors]

@@ -91,8 +91,8 @@ class Portfolio(Drafter):
         counts = self._counts[prefix.tokens.device]
         if self._proposed is not None:
             self.ops.run(judge, counts, self._proposed, prefix, FADE)
-        asked = replace(frontier, budget=budget + budget // 2, drawn=False)     # some are dropped
-        trees = [member.propose(asked) for member in self.members]
+        wider = replace(frontier, budget=budget + budget // 2, drawn=False)     # some are dropped
+        trees = [member.propose(wider) for member in self.members]
         constants = LEVELS, TRUST, UNKNOWN
         pool, tree = self.ops.run(merge_trees, trees, counts, constants, budget + 1)
         self._proposed = Proposed(*pool, prefix.position)
@@ -110,12 +110,12 @@ class Portfolio(Drafter):
             return super().drafted_by(tree)
         texts, parents = last.texts, last.parents
         pool = texts if texts.dim() == 3 else TokenTree(texts, parents, texts.shape[1]).texts
-        found = []
+        drafters = []
         for row, kinds in enumerate(last.kinds.tolist()):
             paths = zip(map(_path, pool[row].tolist()), kinds, strict=True)
             who = {path: self.members[kind // LEVELS].name for path, kind in reversed(list(paths))}
-            found.append([who.get(_path(text), self.name) for text in tree.texts[row].tolist()])
-        return found
+            drafters.append([who.get(_path(text), self.name) for text in tree.texts[row].tolist()])
+        return drafters
 
     def _for(self, member: Drafter, commit: Commit) -> Commit:
         """The commit with the hidden layers this member wants, in its order."""

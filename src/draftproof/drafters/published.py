@@ -57,13 +57,13 @@ def read(folder: Path, method: str, known: Mapping[str, Any], nested: str) -> Pu
     if described is not None:
         refuse_unknown(settings, {*known, *SPECULATORS}, name)
     layers = layers_of(described or settings, known, name)
-    whole = {**dict.fromkeys(known), **(described or {}), **settings, **inner}
-    wrong = {key: whole[key] for key, kind in known.items() if not _fits(whole[key], kind)}
+    merged = {**dict.fromkeys(known), **(described or {}), **settings, **inner}
+    wrong = {key: merged[key] for key, kind in known.items() if not _fits(merged[key], kind)}
     refuse_unknown(wrong, (), name)
     kinds = getattr(layers.config, "layer_types", None) or ()
     slides = "sliding_attention" in kinds
-    window = whole.get("swa_window_size") or whole.get("sliding_window")
-    if not window and (slides or whole.get("use_swa")):
+    window = merged.get("swa_window_size") or merged.get("sliding_window")
+    if not window and (slides or merged.get("use_swa")):
         raise DrafterMismatch(
             f"{name} has sliding layers and does not say their window; fetch it again"
         )
@@ -71,8 +71,8 @@ def read(folder: Path, method: str, known: Mapping[str, Any], nested: str) -> Pu
         layers.windows = [window if kind == "sliding_attention" else None for kind in kinds]
     tensors = weight_files.read_all(folder)
     ours = {key: key.removeprefix("model.").replace("midlayer.", "layers.0.") for key in tensors}
-    kept = {ours[key]: one for key, one in tensors.items() if "rotary_emb." not in key}
-    return Published(name, whole, layers, kept)
+    kept = {ours[key]: tensor for key, tensor in tensors.items() if "rotary_emb." not in key}
+    return Published(name, merged, layers, kept)
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -83,29 +83,29 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def layers_read(numbers: Sequence[int], depth: int, name: str) -> tuple[int, ...]:
     """Layers of a target of `depth` layers, as transformers counts their outputs."""
-    if not all(0 <= one <= depth for one in numbers):
+    if not all(0 <= number <= depth for number in numbers):
         raise DrafterMismatch(
             f"{name} reads layers {list(numbers)}, the target has {depth}; it is for another model"
         )
     return tuple(numbers)
 
 
-def must_share(found: Published, vocabulary: Vocabulary) -> None:
+def must_share(drafter: Published, vocabulary: Vocabulary) -> None:
     """Refuse a drafter of another width than that of the target whose tables it reads."""
-    size = found.layers.config.hidden_size
+    size = drafter.layers.config.hidden_size
     if size != vocabulary.hidden_size:
         raise DrafterMismatch(
-            f"{found.name} reads states of {size} numbers, {vocabulary.name} has "
+            f"{drafter.name} reads states of {size} numbers, {vocabulary.name} has "
             f"{vocabulary.hidden_size}; use one trained for this target"
         )
 
 
-def token_map(found: Published, vocabulary: Vocabulary) -> Tensor | None:
+def token_map(drafter: Published, vocabulary: Vocabulary) -> Tensor | None:
     """The target's token of each of the draft's, by what a file says of it (`d2t`, how far on it
     is, which is taken out of the tensors with `t2d`, its reverse). None: they are the same."""
-    offsets, size = found.tensors.pop("d2t", None), found.vocab_size
+    offsets, size = drafter.tensors.pop("d2t", None), drafter.vocab_size
     vocab_size = vocabulary.vocab_size
-    found.tensors.pop("t2d", None)
+    drafter.tensors.pop("t2d", None)
     if offsets is None and abs(size - vocab_size) <= max(PADDING, vocab_size // 100):
         return None
     fits = offsets is not None and offsets.shape == (size,) and not offsets.is_floating_point()
@@ -115,7 +115,7 @@ def token_map(found: Published, vocabulary: Vocabulary) -> Tensor | None:
     several, known = len(torch.unique(ids)), (ids >= 0) & (ids < vocab_size)
     if not fits or not size or several != size or not known.all():
         raise DrafterMismatch(
-            f"{found.name} has {size} tokens and no map (d2t) of each to one of the {vocab_size} "
+            f"{drafter.name} has {size} tokens and no map (d2t) of each to one of the {vocab_size} "
             f"of {vocabulary.name}; fetch it again, or use one trained for this target"
         )
     return ids.to(vocabulary.device)

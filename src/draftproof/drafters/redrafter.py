@@ -167,9 +167,9 @@ class ReDrafterHead(DraftHead):
         if covariance.dim():
             ridge = torch.zeros_like(covariance)
             ridge.fill_diagonal_(RIDGE * float(covariance.diagonal().mean()))
-            found = torch.linalg.solve((covariance + ridge).double(), moments.double()).T
-            self.input_proj.weight[: len(found)] = found[:, :-1].to(self.input_proj.weight)
-            self.input_proj.bias[: len(found)] = found[:, -1].to(self.input_proj.bias)
+            solution = torch.linalg.solve((covariance + ridge).double(), moments.double()).T
+            self.input_proj.weight[: len(solution)] = solution[:, :-1].to(self.input_proj.weight)
+            self.input_proj.bias[: len(solution)] = solution[:, -1].to(self.input_proj.bias)
 
     def _steps(
         self, features: Features, vocabulary: Vocabulary
@@ -197,16 +197,16 @@ class ReDrafterHead(DraftHead):
         hidden, width = self.config.hidden_size, self.config.exit_dim
         for parameter in self.lm_head.parameters():
             parameter.zero_()
-        for own in self.own_projections:
+        for linear in self.own_projections:
             table = base.lm_head_of(vocabulary)[0]
-            own.weight[:, :hidden] = table
-            own.weight[:, hidden:] = table / 2 if width == 2 * hidden else 0
+            linear.weight[:, :hidden] = table
+            linear.weight[:, hidden:] = table / 2 if width == 2 * hidden else 0
         if width != 2 * hidden:
             nn.init.eye_(self.input_proj.weight)
             self.input_proj.weight[:hidden, hidden:].diagonal().add_(0.5)
             self.input_proj.bias.zero_()
-        some = torch.arange(min(4096, vocabulary.vocab_size), device=vocabulary.device)
-        scale = float(vocabulary.embed(some).double().square().mean().sqrt())
+        first = torch.arange(min(4096, vocabulary.vocab_size), device=vocabulary.device)
+        scale = float(vocabulary.embed(first).double().square().mean().sqrt())
         generator = torch.Generator(vocabulary.device).manual_seed(0)
         nn.init.orthogonal_(self.rnn_w.weight, 1 / max(scale, 1e-6), generator)
         nn.init.orthogonal_(self.rnn_u.weight, 1.0, generator)
@@ -275,8 +275,8 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
         """The head as our kernels read it; None where the target's tables or some layers are not
         packed."""
         head, form, tables = self.head, self.head.config, self.vocabulary.native
-        own = None if form.share_lm_head else head.own_projections[-1]
-        projection = self.packed_projection(own)
+        own_projection = None if form.share_lm_head else head.own_projections[-1]
+        projection = self.packed_projection(own_projection)
         if projection is None or tables is None:
             return None
         narrow = [head.input_proj] if form.exit_dim != 2 * form.hidden_size else []

@@ -194,7 +194,7 @@ def learn_text(
 
 
 def continue_text(
-    index: SuffixIndex, prefix: Prefix, rows: Rows, own: float, paths: int, budget: int
+    index: SuffixIndex, prefix: Prefix, rows: Rows, own_weight: float, paths: int, budget: int
 ) -> TokenTree:
     """The tree of the `paths` likeliest continuations of each row's text, its root included.
 
@@ -203,7 +203,7 @@ def continue_text(
     root, end = prefix.root, rows.end[:, None]
     index.text[rows.end] = root                             # its place if committed
     context = torch.cat([rows.tail, root[:, None]], 1)[:, 1:]
-    confidence, place = _successors(index, context, rows, own)
+    confidence, place = _successors(index, context, rows, own_weight)
     confidence, best = confidence.sort(dim=1, descending=True, stable=True)
     confidence, best = confidence[:, :paths], best[:, :paths]                           # [B, W]
     place = place.gather(1, best)
@@ -218,7 +218,7 @@ def continue_text(
 
 
 def _successors(
-    index: SuffixIndex, context: Tensor, rows: Rows, own: float
+    index: SuffixIndex, context: Tensor, rows: Rows, own_weight: float
 ) -> tuple[Tensor, Tensor]:
     """Of `context` [B, L], by size and slot, the chances and places of successors.
 
@@ -231,12 +231,12 @@ def _successors(
     alive = same & (context[:, SIZES[0] - index.sizes, None] != ABSENT) & (token != ABSENT)
     begin, end = rows.begin[:, None, None], rows.end[:, None, None]
     mine = (place >= begin) & (place <= end)
-    counts = torch.where(alive, index.counts[entry] + own * mine, 0)
+    counts = torch.where(alive, index.counts[entry] + own_weight * mine, 0)
     kinds, total = alive.sum(-1), counts.sum(-1)                                        # [B, O]
-    whole = (kinds + total).clamp(min=1)
-    escape = torch.where(kinds > 0, kinds / whole, 1)
+    seen = (kinds + total).clamp(min=1)
+    escape = torch.where(kinds > 0, kinds / seen, 1)
     left = torch.cat([torch.ones_like(escape[:, :1]), escape[:, :-1].cumprod(1)], 1)
-    return ((left / whole)[..., None] * counts).flatten(1), place.flatten(1)
+    return ((left / seen)[..., None] * counts).flatten(1), place.flatten(1)
 
 
 @cpu_kernel(learn_text)
@@ -248,12 +248,19 @@ def _learn_text(
 
 @cpu_kernel(continue_text)
 def _continue_text(
-    library: Kernels, index: SuffixIndex, prefix: Prefix, rows: Rows, own: float, paths: int,
+    library: Kernels, index: SuffixIndex, prefix: Prefix, rows: Rows, own_weight: float, paths: int,
     budget: int
 ) -> TokenTree:
     out = TreeBuffer(len(prefix.position), 1 + budget)
     library(
-        "continue_text", index.in_c(), texts_of(prefix), *rows, own, paths, budget, out.output
+        "continue_text",
+        index.in_c(),
+        texts_of(prefix),
+        *rows,
+        own_weight,
+        paths,
+        budget,
+        out.output,
     )
     return out.tree(budget)
 

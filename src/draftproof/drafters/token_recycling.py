@@ -145,14 +145,14 @@ def likely_successors(
         above = tokens.gather(1, best.indices)
         place, tag = table.place(before.gather(1, best.indices), above)
         known = table.tags[place] == tag
-        found = torch.where(known[1], place[1], 2 * table.slots)
-        found = torch.where(known[0], place[0], found)                                  # [B, w]
+        slots = torch.where(known[1], place[1], 2 * table.slots)
+        slots = torch.where(known[0], place[0], slots)                                  # [B, w]
         fan = few if level else BEST
-        steps = best.values[..., None] * table.confidence[found, :fan]                 # [B, w, fan]
+        steps = best.values[..., None] * table.confidence[slots, :fan]                 # [B, w, fan]
         parents = (best.indices + start)[..., None].expand_as(steps).flatten(1)
         start += tokens.shape[1]
         before = above[..., None].expand_as(steps).flatten(1)
-        tokens, confidence = table.tokens[found, :fan].long().flatten(1), steps.flatten(1)
+        tokens, confidence = table.tokens[slots, :fan].long().flatten(1), steps.flatten(1)
         pool.append((tokens, parents, confidence))
     tokens, parents, confidence = (torch.cat(part, 1) for part in zip(*pool, strict=True))
     return TokenTree.likeliest(tokens, parents, confidence, nodes, depth)

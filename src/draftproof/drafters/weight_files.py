@@ -95,8 +95,8 @@ def numbered(numbers: Iterable[int], name: str) -> int:
 def weight_files(folder: Path) -> Iterator[list[Path]]:
     """The .safetensors of a folder, then its pickles."""
     yield sorted(folder.glob("*.safetensors"))
-    found = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
-    yield [file for file in found if not file.name.startswith(TRAINING_FILES)]
+    files = sorted([*folder.glob("*.pt"), *folder.glob("*.bin")])
+    yield [file for file in files if not file.name.startswith(TRAINING_FILES)]
 
 
 def tensor_files(folder: Path, files: list[Path]) -> dict[str, Path]:
@@ -158,8 +158,8 @@ def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
     except BROKEN as error:
         why = f"the weights {file} cannot be read: {first_line(error)}; fetch them again"
         raise ModelNotFound(why) from error
-    found = loaded if isinstance(loaded, dict) else {}
-    tensors = {str(name): one for name, one in found.items() if isinstance(one, Tensor)}
+    state = loaded if isinstance(loaded, dict) else {}
+    tensors = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     if wanted is None:
         return tensors
     return {name: tensors[name].clone() for name in wanted}         # lest the file stay mapped

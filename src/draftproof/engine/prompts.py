@@ -17,7 +17,7 @@ Prompt = str | Sequence[int] | Messages | Tensor | Mapping[str, Any]
 
 
 def several(prompts: Any) -> list[Any]:
-    """One prompt or many, as a list of prompts, each for `one`. Raises BadInput for others."""
+    """One prompt or many, as a list, each for `parse_prompt`. Raises BadInput for others."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
@@ -28,7 +28,7 @@ def several(prompts: Any) -> list[Any]:
     return [prompts] if single else prompts
 
 
-def one(prompt: Any) -> str | list[int] | list[Any]:
+def parse_prompt(prompt: Any) -> str | list[int] | list[Any]:
     """One prompt as text, token ids or a chat. Raises BadInput for anything else."""
     if isinstance(prompt, str):
         return prompt

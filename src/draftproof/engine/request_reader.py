@@ -17,7 +17,7 @@ from draftproof.core.params import (
     SamplingParams,
     is_whole,
 )
-from draftproof.engine.prompts import Prompt, one, several
+from draftproof.engine.prompts import Prompt, parse_prompt, several
 from draftproof.engine.request import Request
 from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, ContextTooLong, first_line
@@ -85,7 +85,7 @@ class RequestReader:
 
     def tokens(self, raw_prompt: Prompt) -> list[int]:
         """Token ids of one prompt, checked."""
-        prompt = one(raw_prompt)
+        prompt = parse_prompt(raw_prompt)
         if isinstance(prompt, str):
             tokens = self._codec("a prompt").encode(prompt) if prompt else []
         elif prompt and not isinstance(prompt[0], int):

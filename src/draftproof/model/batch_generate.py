@@ -22,10 +22,10 @@ def batch_generate(
     Sampled by torch's own generator from `seed`; greedy at temperature 0.
     """
     width = max(map(len, prompts))
-    given = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros_like(given)
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        given[row, width - len(prompt) :] = torch.tensor(prompt)
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     sampled = {"temperature": temperature, "top_k": 0} if temperature else {}
     form = GenerationConfig(
@@ -33,10 +33,10 @@ def batch_generate(
         pad_token_id=0, **sampled,
     )  # fmt: skip
     torch.manual_seed(seed)
-    out = model.generate(given.to(model.device), attention_mask=mask.to(model.device),
+    out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device),
                          generation_config=form)  # fmt: skip
-    found = []
+    texts = []
     for limit, new in zip(limits, out[:, width:].tolist(), strict=True):
         ends = [at for at, token in enumerate(new[:limit]) if token in stops]
-        found.append(new[: ends[0] + 1 if ends else limit])
-    return found
+        texts.append(new[: ends[0] + 1 if ends else limit])
+    return texts

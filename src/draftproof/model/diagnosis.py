@@ -17,7 +17,7 @@ def paths(target: Target) -> dict[str, str]:
     """By what is computed, one sentence each."""
     build, host = library().build, target.device.type == "cpu"
     sdpa = "torch's scaled_dot_product_attention"
-    found = {
+    sentences = {
         "layers": _layers(target),
         "attention": f"our {build} kernel up to {NODES} nodes, {sdpa} beyond"
         if target.skips_absent else sdpa,
@@ -27,29 +27,29 @@ def paths(target: Target) -> dict[str, str]:
     for kind in ("int8", "int4") if host else ():
         slow = slow_because(kind, target.dtype)
         why = f"right, and not quicker than the original: {slow}"
-        found[kind] = why if slow else f"our {build} kernel"
-    return found
+        sentences[kind] = why if slow else f"our {build} kernel"
+    return sentences
 
 
 def _layers(target: Target) -> str:
     """What multiplies, and why it is not our kernels."""
-    found, build = kernels(), library().build
+    compiled, build = kernels(), library().build
     name = getattr(target.model, "architecture", type(target.model).__name__)
-    own = "the model's own forward in transformers"
-    own = own if target.fast is None else "torch's operators in a short forward"
+    forward = "the model's own forward in transformers"
+    forward = forward if target.fast is None else "torch's operators in a short forward"
     if target.skips_absent:
         read = f"our {build} kernels, a read in one call"
         return f"{read}; transformers' {name} is not built" if isinstance(
             target.model, NativeModel) else read
-    if any(getattr(one, "native", None) is not None for one in target.model.modules()):
-        return f"{own}, with linear layers by our {build} kernels"
+    if any(getattr(module, "native", None) is not None for module in target.model.modules()):
+        return f"{forward}, with linear layers by our {build} kernels"
     if target.device.type != "cpu":
-        return own
-    if found is None:
-        return f"{own}: {library().reason}"
+        return forward
+    if compiled is None:
+        return f"{forward}: {library().reason}"
     if target.dtype != torch.bfloat16:
         dtype = str(target.dtype).removeprefix("torch.")
-        return f"{own}: our kernels read bfloat16, not {dtype}; give --dtype bfloat16"
+        return f"{forward}: our kernels read bfloat16, not {dtype}; give --dtype bfloat16"
     if name not in ARCHITECTURES:
-        return f"{own}: {name} is none of the families that our kernels read whole"
-    return f"{own}: its layers are not packed, or of odd sizes; give the model by name"
+        return f"{forward}: {name} is none of the families that our kernels read whole"
+    return f"{forward}: its layers are not packed, or of odd sizes; give the model by name"

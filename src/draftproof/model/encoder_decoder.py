@@ -57,15 +57,15 @@ class Source:
                 "encoder; give the encoder's inputs, or leave the draft model out"
             )
         where = next(encoder.parameters())
-        given = {
-            name: one.to(where.device, where.dtype if one.is_floating_point() else one.dtype)
-            for name, one in self.inputs.items()
+        inputs = {
+            name: value.to(where.device, where.dtype if value.is_floating_point() else value.dtype)
+            for name, value in self.inputs.items()
         }
         try:
-            output = encoder(**given, return_dict=True).last_hidden_state
+            output = encoder(**inputs, return_dict=True).last_hidden_state
         except FAILURES as error:
             raise BadInput(
-                f"the encoder cannot read {', '.join(given)}: {first_line(error)}; give what the "
+                f"the encoder cannot read {', '.join(inputs)}: {first_line(error)}; give what the "
                 "model's tokenizer or processor returns"
             ) from error
         self._encoded.append((encoder, output))
@@ -91,8 +91,8 @@ class EncoderDecoder(ModuleTarget):
         self.encoder: nn.Module = model.get_encoder()
         takes = inspect.signature(model.forward).parameters
         read = inspect.signature(self.encoder.forward).parameters
-        for given in (model.main_input_name, "input_features"):
-            if given in takes and given not in read:
+        for name in (model.main_input_name, "input_features"):
+            if name in takes and name not in read:
                 raise UnsupportedModel(
                     f"{type(model).__name__} prepares its inputs before its encoder reads them; "
                     "run it with transformers' generate"
@@ -115,7 +115,7 @@ class EncoderDecoder(ModuleTarget):
         assert isinstance(cache, SourceCache)
         for row, source in enumerate(sources):
             _, _, crossed = self._begun(source, 1)
-            cache.put(row, [one for layer in crossed for one in (layer.keys, layer.values)])
+            cache.put(row, [store for layer in crossed for store in (layer.keys, layer.values)])
 
     def _begun(self, source: Source, size: int) -> tuple[Tensor, list[Any], list[Any]]:
         """Logits of a text of `size` tokens about a source, and transformers' own cache layers: of
@@ -133,8 +133,8 @@ class EncoderDecoder(ModuleTarget):
         """Let this target have the encoder of another, if it is the same; whether it is."""
         mine, theirs = self.encoder.state_dict(), other.encoder.state_dict()
         same = mine.keys() == theirs.keys() and all(
-            one.shape == theirs[name].shape and torch.equal(one, theirs[name])
-            for name, one in mine.items()
+            value.shape == theirs[name].shape and torch.equal(value, theirs[name])
+            for name, value in mine.items()
         )
         self.encoder = other.encoder if same else self.encoder
         return same
@@ -152,12 +152,12 @@ class EncoderDecoder(ModuleTarget):
             return super().read(tree, cache, **how)
         alone = []
         for row in range(len(tree.tokens)):
-            tokens, parents = (one[row : row + 1] for one in (tree.tokens, tree.parents))
-            own = TokenTree(tokens, parents, tree.depth_limit, is_chain=tree.is_chain)
-            alone.append(super().read(own, cache.rows(row, row + 1), **how))
-        hidden = [one.hidden for one in alone if one.hidden is not None]
+            tokens, parents = (part[row : row + 1] for part in (tree.tokens, tree.parents))
+            row_tree = TokenTree(tokens, parents, tree.depth_limit, is_chain=tree.is_chain)
+            alone.append(super().read(row_tree, cache.rows(row, row + 1), **how))
+        hidden = [reading.hidden for reading in alone if reading.hidden is not None]
         return Reading(
-            torch.cat([one.logits for one in alone]), torch.cat(hidden) if hidden else None
+            torch.cat([reading.logits for reading in alone]), torch.cat(hidden) if hidden else None
         )
 
     def own_logits(self, tokens: Tensor) -> Tensor:
@@ -203,16 +203,18 @@ class EncoderDecoder(ModuleTarget):
         name = type(self.model).__name__
         self._takes_place = not self._takes_positions
         try:
-            logits, own, crossed = self._begun(self._check_sources[0], 2)
-            shapes = [LayerShape(one.keys.shape[1], one.keys.shape[3], one.values.shape[3])
-                      for one in own]
-            sizes = [{one.keys.shape[2] for one in layers} for layers in (own, crossed)]
+            logits, decoder_layers, crossed = self._begun(self._check_sources[0], 2)
+            shapes = [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+                      for layer in decoder_layers]
+            sizes = [
+                {layer.keys.shape[2] for layer in layers} for layers in (decoder_layers, crossed)
+            ]
         except FAILURES as error:
             raise UnsupportedModel(
                 f"{name} does not run as an encoder-decoder with transformers' cache "
                 f"({first_line(error)}); run it as its model card says"
             ) from error
-        if not own or len(crossed) != len(own) or sizes != [{2}, {5}]:
+        if not decoder_layers or len(crossed) != len(decoder_layers) or sizes != [{2}, {5}]:
             raise UnsupportedModel(
                 f"{name} does not keep what it has read in transformers' cache, or in a way that "
                 "cannot be rolled back by tokens; run it with transformers' generate"
@@ -222,4 +224,4 @@ class EncoderDecoder(ModuleTarget):
         kinds = getattr(config, "layer_types", None) or ["full_attention"]
         windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         states: list[Any] = [() for _ in shapes]
-        return Layout(shapes, states, windows, logits.shape[-1], own[0].keys.dtype)
+        return Layout(shapes, states, windows, logits.shape[-1], decoder_layers[0].keys.dtype)

@@ -59,22 +59,24 @@ def default_sampling(model: PreTrainedModel, ignored: str | None = None) -> Samp
     if getattr(model, "generation_config", None) is None:
         return Sampling()
     config = _without(model.generation_config, ignored)
-    found = {ours: getattr(config, theirs, None) for theirs, ours in FIELDS.items()}
+    values = {ours: getattr(config, theirs, None) for theirs, ours in FIELDS.items()}
     if config.do_sample:
         usual = GenerationConfig._get_default_generation_params()
         for name in SAMPLED:
             value = getattr(config, name, None)
-            found[name] = usual.get(name) if value is None else value
-        found["temperature"] = found["temperature"] or 1.0
-    ends = [[end] for end in stop_tokens(model)]        # transformers bans no end token
-    found["banned_words"] = tuple(one for one in found["banned_words"] or () if one not in ends)
-    rules = [LogitsRule(one, partial(_refuse, one)) for one in asked_and_unknown(config)]
+            values[name] = usual.get(name) if value is None else value
+        values["temperature"] = values["temperature"] or 1.0
+    ends = [[end] for end in stop_tokens(model)]  # transformers bans no end token
+    values["banned_words"] = tuple(
+        word for word in values["banned_words"] or () if word not in ends
+    )
+    rules = [LogitsRule(option, partial(_refuse, option)) for option in asked_and_unknown(config)]
     rules += [
         LogitsRule(name, partial(_made, name, value), name not in IN_ANY_TEXT)
         for name in RULES if _asks(name, value := getattr(config, name, None))
     ]
-    given = {name: value for name, value in found.items() if value is not None}
-    return Sampling(**given, logits_rules=tuple(rules))
+    options = {name: value for name, value in values.items() if value is not None}
+    return Sampling(**options, logits_rules=tuple(rules))
 
 
 def asked_and_unknown(config: GenerationConfig) -> list[str]:
@@ -106,10 +108,10 @@ def _asks(name: str, value: Any) -> bool:
     return value not in (None, False, 0, [], {}, neutral.get(name))
 
 
-def _refuse(asked: str, request: RuleRequest) -> LogitsProcessor:
+def _refuse(option: str, request: RuleRequest) -> LogitsProcessor:
     raise BadInput(
-        f"the model's generation_config asks for {asked}, which is not honoured here; to write "
-        f"without it, give --ignore-generation-config {asked.partition('=')[0]} "
+        f"the model's generation_config asks for {option}, which is not honoured here; to write "
+        f"without it, give --ignore-generation-config {option.partition('=')[0]} "
         "(ignore_generation_config in Python), or a sampling of your own"
     )
 

@@ -87,8 +87,8 @@ class GraphReplay(ModuleTarget):
         if key not in graphs:
             graphs[key] = self._recorded(tree, cache, how)
         graph = graphs[key]
-        for place, given in zip(graph.inputs, (tree.tokens, tree.parents), strict=True):
-            place.copy_(given)
+        for place, values in zip(graph.inputs, (tree.tokens, tree.parents), strict=True):
+            place.copy_(values)
         graph.replay()
         return graph.reading
 

@@ -43,8 +43,8 @@ def inspect(target: ModuleTarget) -> Facts:
         UnsupportedModel: It does not even read chains exactly.
     """
     alone, facts = target.group.alone, target.facts
-    own = alone and not target.encodes
-    place = kept(target.model, "check", changed=True) if own else Kept()
+    is_own_check = alone and not target.encodes
+    place = kept(target.model, "check", changed=True) if is_own_check else Kept()
     known = place.read()
     if known is not None:
         facts = replace(facts, **known)
@@ -177,7 +177,7 @@ def _error_after_states(target: ModuleTarget) -> float:
     relative to the largest."""
     length = sum(max(counts) for _, counts in ROUNDS)
     text = target.check_text(2 * length).view(2, length)
-    own = target.model(input_ids=text, use_cache=False).logits.double()
+    expected = target.model(input_ids=text, use_cache=False).logits.double()
     cache, error = target.plain_cache(2, length + 8), 0.0
     for step in (5, 1):
         cache.select([])
@@ -192,7 +192,7 @@ def _error_after_states(target: ModuleTarget) -> float:
                 for first in range(0, width, step)
             ], 1)
             cache.keep(None, count)
-            wanted = own[torch.arange(2, device=text.device)[:, None], place]
+            wanted = expected[torch.arange(2, device=text.device)[:, None], place]
             error = max(error, float((logits.double() - wanted)[right].abs().max()))
             start = start + count[:, None]
-    return error / float(own.abs().max())
+    return error / float(expected.abs().max())

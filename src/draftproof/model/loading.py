@@ -251,10 +251,10 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    found = getattr(torch, names.get(dtype, dtype), None)
-    if found not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    named = getattr(torch, names.get(dtype, dtype), None)
+    if named not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise BadInput(f"dtype was {dtype!r}; choose one of bfloat16, float16, float32, float64")
-    return found
+    return named
 
 
 @contextmanager
@@ -268,20 +268,20 @@ def _clear_errors(name: str) -> Iterator[None]:
         why = first_line(error)
         if isinstance(error, OSError) and not Path(name).exists():
             check_model(name)
-            said = not_on_the_hub(name, why)
+            message = not_on_the_hub(name, why)
         elif isinstance(error, pickle.UnpicklingError):
-            said = (
+            message = (
                 f"the weights of {name} are a pickle that runs code or is broken, and were not "
                 "opened; get them as safetensors"
             )
         elif "trust_remote_code" in str(error):
-            said = (
+            message = (
                 f"{name} comes with code of its own, which would run on this machine; read it, and "
                 "if you trust it give trust_remote_code (--trust-remote-code)"
             )
         else:
-            said = f"the model {name} cannot be loaded: {why}"
-        raise ModelNotFound(said) from error
+            message = f"the model {name} cannot be loaded: {why}"
+        raise ModelNotFound(message) from error
 
 
 @contextmanager

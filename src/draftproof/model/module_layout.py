@@ -64,10 +64,10 @@ def layout_of(model: PreTrainedModel) -> Layout:
             f"{name} gives no finite logit for a two-token text; its weights are broken, or its "
             "dtype small"
         )
-    filled = [one.is_initialized if isinstance(one, DynamicLayer)
-              else any(one.has_previous_state.values())
-              for one in cache.layers if type(one) in LAYERS and type(one) is not DummyLayer]
-    strange = sorted({type(one).__name__ for one in cache.layers if type(one) not in LAYERS})
+    filled = [layer.is_initialized if isinstance(layer, DynamicLayer)
+              else any(layer.has_previous_state.values())
+              for layer in cache.layers if type(layer) in LAYERS and type(layer) is not DummyLayer]
+    strange = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS})
     if strange or not filled or not all(filled):
         raise UnsupportedModel(
             f"{name} does not keep what it has read in transformers' cache, or in a way that "

@@ -209,8 +209,8 @@ class ModuleTarget(Target):
         chain, width = TokenTree.chain(block.tokens), block.tokens.shape[1]
         positions = chain.positions(block.start, self.context)
         masks = self._masks(chain, block.start, cache.reserve(width), 0)
-        asked = torch.arange(tree.tokens.shape[1] - first)
-        place = (block.skipped[:, None] + asked).clamp(max=width - 1)
+        offsets = torch.arange(tree.tokens.shape[1] - first)
+        place = (block.skipped[:, None] + offsets).clamp(max=width - 1)
         last = place[:, -1:] if last_only else place
         kept = width - int(last.min()) if self._trims else width
         try:

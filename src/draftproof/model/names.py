@@ -70,9 +70,9 @@ def near(name: str, known: Iterable[str] = ()) -> str:
     choices = {*_models_near(Path(name)), *known, *embedded_names()}
     wanted = Path(name).name
     by_name = {Path(choice).name.lower(): choice for choice in choices}
-    found = get_close_matches(wanted.lower(), by_name, 3, 0.6)
-    found += [key for key in by_name if key.startswith(Path(wanted).stem.lower()) and wanted]
-    paths = list(dict.fromkeys(by_name[key] for key in found))[:3]
+    matches = get_close_matches(wanted.lower(), by_name, 3, 0.6)
+    matches += [key for key in by_name if key.startswith(Path(wanted).stem.lower()) and wanted]
+    paths = list(dict.fromkeys(by_name[key] for key in matches))[:3]
     return f" (near it: {', '.join(paths)})" if paths else ""
 
 

@@ -126,7 +126,9 @@ class NativeModel:
     @property
     def weight_count(self) -> int:
         """Numbers in the matrices that are multiplied for each token."""
-        return sum(one.in_features * one.out_features for one in self.named_linears.values())
+        return sum(
+            linear.in_features * linear.out_features for linear in self.named_linears.values()
+        )
 
     def modules(self) -> Iterator[JointLinear]:
         """Every packed matrix, as a module of torch lists its parts."""

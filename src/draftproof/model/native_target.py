@@ -78,8 +78,10 @@ class NativeTarget(Target):
                 chunk, cache, last_only=not logits, hidden_layers=hidden_layers
             ))
             cache.keep(None, torch.full_like(cache.lengths, chunk.tokens.shape[1]))
-        hidden = torch.cat([one.hidden for one in readings if one.hidden is not None], 1)
-        every = torch.cat([one.logits for one in readings], 1) if logits else None
+        hidden = torch.cat(
+            [reading.hidden for reading in readings if reading.hidden is not None], 1
+        )
+        every = torch.cat([reading.logits for reading in readings], 1) if logits else None
         return Features(tokens, hidden, weights, every)
 
     def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:

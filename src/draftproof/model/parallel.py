@@ -59,12 +59,13 @@ class ProcessGroup:
         broadcast for all."""
         if self.alone:
             return mine
-        packed = torch.cat([one.reshape(-1).long() for one in mine])
+        packed = torch.cat([tensor.reshape(-1).long() for tensor in mine])
         with self.intact():
             dist.broadcast(packed, src=0)
-        parts = torch.split(packed, [one.numel() for one in mine])
+        parts = torch.split(packed, [tensor.numel() for tensor in mine])
         return tuple(
-            part.view(one.shape).to(one.dtype) for part, one in zip(parts, mine, strict=True)
+            part.view(tensor.shape).to(tensor.dtype)
+            for part, tensor in zip(parts, mine, strict=True)
         )
 
     def number(self, mine: int) -> int:
@@ -75,17 +76,17 @@ class ProcessGroup:
         """What `make` gives rank 0, on every rank; a foreseen error as well."""
         if self.alone:
             return make()
-        found: list[T | Exception | None] = [None]
+        shared: list[T | Exception | None] = [None]
         if self.leads:
             try:
-                found = [make()]
+                shared = [make()]
             except (DraftproofError, OSError) as error:
-                found = [error if isinstance(error, DraftproofError) else BadInput(str(error))]
+                shared = [error if isinstance(error, DraftproofError) else BadInput(str(error))]
         with self.intact():
-            dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]  # type: ignore[return-value]
+            dist.broadcast_object_list(shared, src=0)
+        if isinstance(shared[0], Exception):
+            raise shared[0]
+        return shared[0]  # type: ignore[return-value]
 
     def intact(self) -> AbstractContextManager[None]:
         """Raise RankLost, in one sentence, when another rank goes away inside the block."""
@@ -154,8 +155,8 @@ def _connect() -> None:
 def _is_about_ranks(error: BaseException | None) -> bool:
     """Whether a collective failed, rather than the computation around it."""
     signs = "gloo|NCCL|Connection closed|Connection reset|Broken pipe|Timed out|process group"
-    said = re.search(signs, str(error)) is not None
-    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or said)
+    matches = re.search(signs, str(error)) is not None
+    return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or matches)
 
 
 def load_sharded(
@@ -212,8 +213,8 @@ def _by_deepspeed(
         wanted = whole(input_ids=text, use_cache=False).logits.double()
         with _on_stderr():
             parts = _cut(whole, group)
-        found = parts(input_ids=text.to(parts.device), use_cache=False).logits.double().cpu()
-    blur = float((found - wanted).abs().max() / wanted.abs().max())
+        logits = parts(input_ids=text.to(parts.device), use_cache=False).logits.double().cpu()
+    blur = float((logits - wanted).abs().max() / wanted.abs().max())
     if not group.number(blur <= BLUR.get(parts.dtype, 0.0)):
         raise UnsupportedModel(
             f"DeepSpeed cuts {type(whole).__name__} wrongly: on {group.size} ranks its logits are "

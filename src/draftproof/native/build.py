@@ -60,7 +60,7 @@ def features() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((one for one in lines if one.startswith("flags")), "").split())
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def able(level: str = LEVELS[-1]) -> list[str]:
@@ -99,7 +99,7 @@ def opened(build: str) -> ctypes.CDLL:
         raise OSError("this torch has no OpenMP; install one that has")
     # torch's own threads: a second pool would compete with them
     ctypes.CDLL(openmp[0], mode=ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(str(_found(build)))
+    library = ctypes.CDLL(str(_library_file(build)))
     if not library.draftproof_usable():
         raise OSError("the kernel of the system does not let programs use it")
     return library
@@ -108,12 +108,14 @@ def opened(build: str) -> ctypes.CDLL:
 def compile_to(target: Path, build: str, compiler: str) -> None:
     """Compile one build; the library appears complete or not at all, with its digest at the end."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        told = ["-c", *FLAGS, *BUILDS[build][1].split(), *map(str, SOURCES)]
+        compiling = ["-c", *FLAGS, *BUILDS[build][1].split(), *map(str, SOURCES)]
         # without OpenMP, which is torch's
         linked = ["-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", target.name, "-lm"]
-        for one in (told, linked):
-            subprocess.run([compiler, *one], check=True, cwd=folder, capture_output=True, text=True,
-                           env={**os.environ, "TMPDIR": folder})     # /tmp may be full
+        for arguments in (compiling, linked):
+            subprocess.run(
+                [compiler, *arguments], check=True, cwd=folder, capture_output=True, text=True,
+                env={**os.environ, "TMPDIR": folder},                # /tmp may be full
+            )  # fmt: skip
         made = Path(folder) / target.name
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
@@ -185,7 +187,7 @@ def cache_folder() -> Path:
     raise OSError(f"no folder of this user's can be written in {base}; set XDG_CACHE_HOME")
 
 
-def _found(build: str) -> Path:
+def _library_file(build: str) -> Path:
     """The library of a build: the wheel's, or one that was compiled before, or now. What is damaged
     is not loaded but compiled again, and so is what another user may have written."""
     name = name_of(build)
@@ -194,8 +196,8 @@ def _found(build: str) -> Path:
         return shipped
     target = cache_folder() / name
     if not (is_ours(target) and is_intact(target)):
-        found = compiler()
-        if found is None:
+        path = compiler()
+        if path is None:
             raise FileNotFoundError("there is no C compiler; install gcc")
-        compile_to(target, build, found)
+        compile_to(target, build, path)
     return target

@@ -102,11 +102,11 @@ class CpuOps(Ops):
 def append_tokens(text: Tensor, position: Tensor, tokens: Tensor, accepted: Accepted) -> Tensor:
     """As in core/messages.py, by numbers on the host."""
     new = torch.empty_like(tokens)
-    lines, said, page = new.numpy(), tokens.numpy(), text.numpy()
+    lines, drafted, page = new.numpy(), tokens.numpy(), text.numpy()
     columns = (position.tolist(), accepted.count.tolist(), accepted.root.tolist())
     for row, (start, count, root) in enumerate(zip(*columns, strict=True)):
         line = lines[row]
-        line[: count - 1], line[count - 1 :] = said[row, 1:count], root
+        line[: count - 1], line[count - 1 :] = drafted[row, 1:count], root
         page[row, start + 1 : start + 1 + count] = line[:count]
         page[row, start + count] = max(root, 0)
     return new

@@ -235,7 +235,7 @@ def _text() -> tuple[str, list[tuple[str, bool]]]:
 
 def _declared(declarations: Sequence[str]) -> list[Declaration]:
     """Of arguments or fields, such as "const bf16 *logits@3@"."""
-    parts = [re.fullmatch(r"(.*?)(\w+)(?:@(\d+)@)?", one.strip(), re.S) for one in declarations]
+    parts = [re.fullmatch(r"(.*?)(\w+)(?:@(\d+)@)?", text.strip(), re.S) for text in declarations]
     names = [part[2] for part in parts if part is not None]
     made = []
     for part in parts:
@@ -294,13 +294,13 @@ def array_of(name: str, values: Sequence[ctypes.Structure]) -> ctypes.Array[ctyp
 def functions() -> dict[str, Function]:
     """The functions for Python by their names in C, less the `draftproof_` in front: those that
     say the size of every array of numbers. Others are called from C alone."""
-    found = {}
+    by_name = {}
     defined = r"^(void|int64_t) draftproof_(\w+)\(([^)]*)\)\s*\{"
     for returns, name, takes in re.findall(defined, _text()[0], re.M):
         declared = _declared(takes.split(","))
         threaded = declared[-1].name == "threads"
         takes = declared[: len(declared) - threaded]
-        if all(one.size is not None for one in takes if one.pointee in _DTYPES):
-            found[name] = Function(_NUMBERS.get(returns), takes, threaded)
-    return found
+        if all(item.size is not None for item in takes if item.pointee in _DTYPES):
+            by_name[name] = Function(_NUMBERS.get(returns), takes, threaded)
+    return by_name
 

@@ -43,7 +43,9 @@ class Kernels:
         for name, (returns, takes, threaded) in functions().items():
             function = getattr(library, f"draftproof_{name}")
             function.restype = returns
-            function.argtypes = [one.type for one in takes] + [ctypes.c_int64] * threaded
+            function.argtypes = [parameter.type for parameter in takes] + [
+                ctypes.c_int64
+            ] * threaded
             self._functions[name] = function, tuple(map(Checked.of, takes)), threaded
 
     def __call__(self, name: str, *args: Value) -> int:
@@ -120,10 +122,10 @@ class Stores:
     @classmethod
     def of(cls, stores: Sequence[Tensor]) -> Stores | None:
         """If there are kernels for them."""
-        found, there = kernels(), all(
+        library, there = kernels(), all(
             store.device.type == "cpu" and store.is_contiguous() for store in stores
         )
-        return cls(stores, found) if there and found is not None else None
+        return cls(stores, library) if there and library is not None else None
 
     def keep(self, nodes: Tensor, lengths: Tensor) -> None:
         """Move nodes [rows, D], ascending in each row, to the front of the scratch after `lengths`
@@ -140,11 +142,11 @@ def library() -> Library:
 
     If it cannot be had, a warning says so once: torch serves, several times slower.
     """
-    found = load()
-    if found.loaded is None and os.environ.get(SWITCH) != "0":
+    result = load()
+    if result.loaded is None and os.environ.get(SWITCH) != "0":
         log.warning("note: decoding on the CPU is several times slower than it could be, without "
-                    "the C kernels: %s", (found.reason.splitlines() or [""])[0])
-    return found
+                    "the C kernels: %s", (result.reason.splitlines() or [""])[0])
+    return result
 
 
 @cache

@@ -130,15 +130,15 @@ class Answer:
         if reader is not None:
             text, calls = reader.push(text, last=done is not None)
             reason = "tool_calls" if calls and reason == "stop" else reason
-        said: dict[str, Any] = {"text": text}
+        content: dict[str, Any] = {"text": text}
         if self.chat:
             role = {} if index in self.begun_samples else {"role": "assistant"}
             self.begun_samples.add(index)
             tools = {"tool_calls": calls} if calls else {}
             message = {**role, "content": text or (None if calls else ""), **tools}
-            said = {"delta" if self.asked.stream else "message": message}
+            content = {"delta" if self.asked.stream else "message": message}
         scores = self._scores(update, index) if self.logprobs and update.tokens else None
-        return {"index": index, **said, "logprobs": scores, "finish_reason": reason}
+        return {"index": index, **content, "logprobs": scores, "finish_reason": reason}
 
     def _seen(self, update: Update) -> dict[str, Any]:
         """How new text came about, for the page."""
@@ -195,9 +195,9 @@ class Answer:
 
     def _usage(self) -> dict[str, Any]:
         """What was read and written; and drafted, under OpenAI's names."""
-        new = sum(len(one.tokens) for one in self.done)
-        accepted = sum(one.stats.accepted for one in self.done)
-        rejected = sum(one.stats.drafted for one in self.done) - accepted
+        new = sum(len(completion.tokens) for completion in self.done)
+        accepted = sum(completion.stats.accepted for completion in self.done)
+        rejected = sum(completion.stats.drafted for completion in self.done) - accepted
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new,
                 "total_tokens": self.prompt_tokens + new, "completion_tokens_details": details}

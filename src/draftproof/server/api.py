@@ -157,8 +157,10 @@ class Server:
     ) -> Response:
         self._must_be_here(body.model)
         answer = await run_in_threadpool(self._read, body)
-        request.scope[ROWS] = [one.sequences for one in answer.requests]
-        if (longest := max(len(one.prompt) for one in answer.requests)) >= self.queue.length:
+        request.scope[ROWS] = [pending.sequences for pending in answer.requests]
+        if (
+            longest := max(len(pending.prompt) for pending in answer.requests)
+        ) >= self.queue.length:
             raise self._too_long(longest)
         answer.start()
         if body.stream:

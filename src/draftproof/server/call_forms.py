@@ -87,10 +87,10 @@ def read_calls(text: str, form: Form, tools: Mapping[str, Any] | None = None) ->
         place = 0 if form.kind == "json" else None
     while place is not None:
         try:
-            found, place = _READERS[form.kind](text, place, form, tools or {})
+            read, place = _READERS[form.kind](text, place, form, tools or {})
         except (ValueError, RecursionError, SyntaxError, KeyError):
             return []
-        calls += found
+        calls += read
         end, place = _after(text, place, form)
         if place is None and not end:
             return []
@@ -247,7 +247,7 @@ def _rendered(codec: Codec, tools: list[Any], count: int, as_text: bool) -> str 
     question, answer = {"role": "user", "content": "x"}, "probe answer"
     try:
         start = codec.chat_text([question], tools)
-        said = codec.chat_text(
+        rendered = codec.chat_text(
             [question, {"role": "assistant", "content": answer}], tools, answer=False)
         full = codec.chat_text(
             [question, {"role": "assistant", "content": "", "tool_calls": calls}], tools,
@@ -256,7 +256,7 @@ def _rendered(codec: Codec, tools: list[Any], count: int, as_text: bool) -> str 
         return None
     same = next((place for place, (a, b) in enumerate(zip(start, full, strict=False)) if a != b),
                 min(len(start), len(full)))
-    ending = said.rpartition(answer)[2]
+    ending = rendered.rpartition(answer)[2]
     written = full[same:].removesuffix(ending)
     for mark in ("</think>", "<|END_THINKING|>"):
         written = written.rpartition(mark)[2]

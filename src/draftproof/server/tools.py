@@ -41,7 +41,7 @@ __all__ = [
 
 def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, Any]], Form | None]:
     """The tools that a model may call, for its template, and how it writes calls; None for none."""
-    tools = [one.model_dump(exclude_unset=True) for one in body.tools or ()]
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     if not tools and body.tool_choice not in (None, "none", "auto"):
         raise BadInput("tool_choice asks for a call, and there are no tools")
     if not tools or body.tool_choice == "none":
@@ -53,11 +53,11 @@ def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, Any]], Form
 
 def call_rule(body: Chat, form: Form, grammars: Grammars) -> LogitsRule | None:
     """The grammar that `tool_choice` asks for: a call of some tool, or of the one named."""
-    choice, functions = body.tool_choice, [one.function for one in body.tools or ()]
+    choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
     if choice is None or choice == "auto":
         return None
     if isinstance(choice, Tool):
-        functions = [one for one in functions if one.name == choice.function.name]
+        functions = [function for function in functions if function.name == choice.function.name]
     if not functions:
         raise BadInput("tool_choice names a function that is not among the tools")
     several = choice == "required" and body.parallel_tool_calls is not False
@@ -139,7 +139,7 @@ class CallReader:
     """
 
     def __init__(self, form: Form, tools: Sequence[Tool] = ()) -> None:
-        self.form, self._said, self._held = form, "", ""
+        self.form, self._written, self._held = form, "", ""
         self._schemas = {tool.function.name: tool.function.parameters for tool in tools}
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
@@ -150,9 +150,9 @@ class CallReader:
         if last:
             place, calls = self._last_calls(place)
             cut = len(self._held[:place].rstrip()) if calls else len(self._held)
-        said, self._held = self._held[:cut], self._held[cut:]
-        self._said += said
-        return said, [_as_client(index, call) for index, call in enumerate(calls)]
+        shown, self._held = self._held[:cut], self._held[cut:]
+        self._written += shown
+        return shown, [_as_client(index, call) for index, call in enumerate(calls)]
 
     def _last_calls(self, place: int) -> tuple[int, list[Call]]:
         """Where the calls begin, and what they are. A mark may be quoted before them."""
@@ -171,7 +171,7 @@ class CallReader:
         text, begin = self._held, self.form.mark
         start = len(text) - len(text.lstrip())
         opening = {"json": ("{", "["), "python": ("[",)}.get(self.form.kind, ())
-        if not self._said.strip() and text[start : start + 1] in opening:   # some forget the mark
+        if not self._written.strip() and text[start : start + 1] in opening:  # some forget the mark
             return start
         sizes = range(len(begin) - 1, 0, -1)
         partial = next((size for size in sizes if text.endswith(begin[:size])), 0)

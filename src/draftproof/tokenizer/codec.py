@@ -34,8 +34,8 @@ class Codec:
         self.tokenizer = tokenizer
         self.name = name or tokenizer.name_or_path or type(tokenizer).__name__
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        special = ((token, one) for token, one in added.items() if one.special)
-        self.special_tokens = {token: str(one.content) for token, one in special}
+        special = ((token, entry) for token, entry in added.items() if entry.special)
+        self.special_tokens = {token: str(entry.content) for token, entry in special}
 
     @cached_property
     def token_bytes(self) -> TokenBytes:

@@ -81,8 +81,8 @@ def state_of(tokenizer: Any) -> dict[str, Any] | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not getattr(tokenizer, "is_fast", False) or backend is None:
         return None
-    own = [kind for kind in type(tokenizer).__mro__ if ".models." in kind.__module__]
-    if any(OVERRIDES & vars(kind).keys() for kind in own):
+    kinds = [kind for kind in type(tokenizer).__mro__ if ".models." in kind.__module__]
+    if any(OVERRIDES & vars(kind).keys() for kind in kinds):
         return None
     special = {
         name: [str(token) for token in value] if isinstance(value, (list, tuple)) else str(value)

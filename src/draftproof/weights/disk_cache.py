@@ -147,8 +147,8 @@ def _files(name: str) -> tuple[str, list[tuple[str, int, int]]]:
         place = Path(cached).parent if isinstance(cached, str) else place
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = (".json", ".safetensors", ".bin", ".gguf", ".py", ".jinja", ".model", ".txt")
-    sizes = [(one.name, one.stat().st_size, one.stat().st_mtime_ns)
-             for one in files if one.suffix in kinds]
+    sizes = [(file.name, file.stat().st_size, file.stat().st_mtime_ns)
+             for file in files if file.suffix in kinds]
     return str(place.resolve()), sizes
 
 
@@ -171,7 +171,7 @@ def kept(model: Any, what: str, *more: object, changed: bool = False) -> Kept:
     place, files, loaded = source
     if not changed and not Snapshot.of(model).same(loaded):
         return Kept()
-    kinds = sorted(Counter(type(one).__name__ for one in model.modules()).items())
+    kinds = sorted(Counter(type(module).__name__ for module in model.modules()).items())
     kernel = library().build and name_of(library().build)
     here = (files, _code(), torch.__version__, version("transformers"))
     what_of = (str(model.config), kinds, str(model.dtype), str(model.device), kernel, what, *more)

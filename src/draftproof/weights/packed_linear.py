@@ -98,7 +98,11 @@ class PackedLinear(JointLinear):
     def joining(cls, *linears: nn.Linear) -> PackedLinear:
         """Layers that read the same inputs, as one."""
         biases = [linear.bias for linear in linears]
-        bias = torch.cat([one.detach() for one in biases]) if biases[0] is not None else None
+        bias = (
+            torch.cat([bias_part.detach() for bias_part in biases])
+            if biases[0] is not None
+            else None
+        )
         return cls([linear.weight.detach() for linear in linears], bias)
 
     def dense(self) -> Tensor:
@@ -134,7 +138,9 @@ def pack_linears(model: nn.Module) -> int:
     For models loaded here, never for one that a user holds: the originals are given up, page by
     page; of embeddings tied to the head only rows that are looked up come back from the file.
     """
-    owners = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+    owners = Counter(
+        id(parameter) for module in model.modules() for parameter in module._parameters.values()
+    )
     packed = 0
     for place, module in list(model.named_modules()):
         single = {name: child for name, child in module._modules.items()

@@ -87,7 +87,9 @@ def quantized(
             "8-bit floats are emulated on a CPU, far slower than bfloat16; choose int8 or int4"
         )
     made = shallow_copy(model)
-    owners = Counter(id(one) for module in made.modules() for one in module._parameters.values())
+    owners = Counter(
+        id(parameter) for module in made.modules() for parameter in module._parameters.values()
+    )
     head, changed = made.get_output_embeddings(), False
     count = getattr(made.config.get_text_config(), "num_hidden_layers", None)
     for path, module in list(made.named_modules()):
@@ -120,7 +122,7 @@ def quantized_and_compared(
     place = kept(model, kind, None if text is None else text.tolist())
     known = place.read()
     if known is not None:
-        ready = {name: QuantizedLinear.restored(one) for name, one in known["layers"].items()}
+        ready = {name: QuantizedLinear.restored(state) for name, state in known["layers"].items()}
         made = quantized(model, kind, give_up=give_up, ready=ready)
         return made, Quantization(*known["cost"])
     with place.if_slow() as facts:
@@ -134,9 +136,9 @@ def quantized_and_compared(
         slow = slow_because(kind, model.dtype) if made.device.type == "cpu" else None
         cost = Quantization(kind, kl, same, len(truth), before, after, slow)
         facts["cost"] = tuple(cost)
-        facts["layers"] = {name.removesuffix(".whole"): one.state
-                           for name, one in made.named_modules()
-                           if isinstance(one, QuantizedLinear)}
+        facts["layers"] = {name.removesuffix(".whole"): module.state
+                           for name, module in made.named_modules()
+                           if isinstance(module, QuantizedLinear)}
     return made, cost
 
 
@@ -153,9 +155,11 @@ def is_quantized(model: nn.Module) -> bool:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights of a model, packed and quantised ones included; shared ones count once.
     """
-    shared = {id(one): one for one in (*model.parameters(), *model.buffers())}
-    own = sum(module.nbytes for module in model.modules() if isinstance(module, JointLinear))
-    return own + bytes_of(*shared.values())
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    joint_bytes = sum(
+        module.nbytes for module in model.modules() if isinstance(module, JointLinear)
+    )
+    return joint_bytes + bytes_of(*shared.values())
 
 
 PASSAGE = """\
@@ -196,7 +200,7 @@ def _quantised(
     weights = [_dense(layer) for layer in layers.values()]
     if sum(map(len, weights)) < SMALLEST:
         return None
-    biases = [one.bias.detach() for one in layers.values() if one.bias is not None]
+    biases = [layer.bias.detach() for layer in layers.values() if layer.bias is not None]
     bias = torch.cat(biases) if biases else None
     return quantized_blocks(names, weights, bias, kind, count)
 

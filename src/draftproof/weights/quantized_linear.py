@@ -87,8 +87,10 @@ class Int8Linear(QuantizedLinear):
         outputs = codes.new_zeros(*codes.shape[:-1], self.out_features)
         for rows in _chunks(self.weight, EXACT):
             for start in range(0, self.in_features, EXACT):
-                some = slice(start, start + EXACT)
-                outputs[..., rows] += F.linear(codes[..., some], self.weight[rows, some].float())
+                columns = slice(start, start + EXACT)
+                outputs[..., rows] += F.linear(
+                    codes[..., columns], self.weight[rows, columns].float()
+                )
         outputs = outputs.mul_(self.scales).mul_(largest)
         return (outputs if self.bias is None else outputs.add_(self.bias)).to(inputs.dtype)
 

@@ -43,8 +43,8 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
             "least 1"
         )
     short = shallow_copy(model)
-    lists = (one for one in short.modules() if isinstance(one, nn.ModuleList))
-    stacks = [one for one in lists if len(one) == whole]
+    lists = (module for module in short.modules() if isinstance(module, nn.ModuleList))
+    stacks = [modules for modules in lists if len(modules) == whole]
     if len(stacks) != 1:
         raise UnsupportedModel(
             f"{type(model).__name__} does not keep its layers in one list; draft with another model"
@@ -66,14 +66,14 @@ def _shell(module: M, made: dict[int, nn.Module]) -> M:
     shared."""
     if id(module) not in made:
         made[id(module)] = shell = copy.copy(module)
-        dicts = {name: one for name, one in module.__dict__.items() if isinstance(one, dict)}
-        shell.__dict__.update({name: copy.copy(one) for name, one in dicts.items()})
+        dicts = {name: value for name, value in module.__dict__.items() if isinstance(value, dict)}
+        shell.__dict__.update({name: copy.copy(value) for name, value in dicts.items()})
         shell._modules = {
             name: None if child is None else _shell(child, made)
             for name, child in module._modules.items()
         }
-    found: Any = made[id(module)]
-    return found
+    copied: Any = made[id(module)]
+    return copied
 
 
 class Snapshot(NamedTuple):
@@ -103,18 +103,20 @@ class Snapshot(NamedTuple):
             parts += map(id, (module, vars(module).get("forward")))
             hooks += map(id, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
             if type(module).__module__.partition(".")[0] in LIBRARIES:
-                numbers += [one for one in vars(module).values() if type(one) in (int, float)]
+                numbers += [value for value in vars(module).values() if type(value) in (int, float)]
             if "merged_adapters" in vars(module):
                 names = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
                 weights.append(repr([getattr(module, name, None) for name in names]))
-            for one in module._parameters.values():
-                if one is None:
+            for parameter in module._parameters.values():
+                if parameter is None:
                     continue
-                place = one.data_ptr() if type(one.data) is Tensor else 0
-                weights.append((id(one), place, 0 if one.is_inference() else one._version))
-                if one.dim() == 1:
-                    compared.append(one.detach().float())
-        values = [one.to(compared[0].device) for one in compared]
+                place = parameter.data_ptr() if type(parameter.data) is Tensor else 0
+                weights.append(
+                    (id(parameter), place, 0 if parameter.is_inference() else parameter._version)
+                )
+                if parameter.dim() == 1:
+                    compared.append(parameter.detach().float())
+        values = [value.to(compared[0].device) for value in compared]
         nothing = torch.empty(0, dtype=torch.float32)
         return cls(parts, hooks, numbers, weights, torch.cat(values) if values else nothing)
 
