@@ -20,7 +20,7 @@ EXTRA_OF = {
     "fastapi": "server", "uvicorn": "server", "httptools": "server", "llguidance": "server",
     "prometheus_client": "server", "starlette": "server", "pydantic": "server", "ray": "ray",
     "deepspeed": "deepspeed", "lm_eval": "eval", "peft": "train",
-    "accelerate": "gguf", "torchao": "quantize",
+    "accelerate": "gguf", "torchao": "quantize", "matplotlib": "plot",
 }
 """Imports that only an extra brings."""
 INDIRECT = {"starlette": "fastapi", "pydantic": "fastapi", "tokenizers": "transformers",

@@ -14,7 +14,7 @@ import draftproof
 
 ROOT = Path(draftproof.__file__).parent
 FLOORS = ("errors", "core", "native", "gguf", "weights", "tokenizer",
-          "cache", "forward", "model", "drafters", "engine", "hf", "training",
+          "cache", "forward", "model", "drafters", "engine", "hf", "plots", "training",
           "verify", "bench", "plan", "server", "cli")
 FILES = sorted(path for path in ROOT.rglob("*.py")
                if path.parent != ROOT or path.name == "errors.py")

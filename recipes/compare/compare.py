@@ -31,10 +31,13 @@ from statistics import median
 from typing import Any
 
 import psutil
+from picture import draw
 from rich.box import MARKDOWN, SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from workers import ENGINES, Missing
+
+from draftproof.plots.style import check_plot_file
 
 HERE = Path(__file__).parent
 GGUF_TYPES = {16: "BF16", 8: "Q8_0", 4: "Q4_K_M"}
@@ -225,6 +228,7 @@ def rows_of(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
                 "first": median(run["first"] for run in runs),
                 "tokens/round": sum(rounds) / len(rounds) if rounds and how else None,
                 "same": f"{same}/{len(runs)}" if how else "",
+                "speeds": [len(run["tokens"]) / run["seconds"] for run in runs],
                 "texts": [run["tokens"] for run in runs]})
     return rows
 
@@ -295,6 +299,7 @@ def options(cores: int) -> argparse.Namespace:
     add("--out", type=Path, default=Path("compare"), help="for table and JSON")
     add("--openvino-python", type=Path, help="one that has openvino-genai and optimum-intel")
     add("--llama-server", type=Path, help="llama.cpp's server; llama-quantize lies beside it")
+    add("--plot", type=Path, help="bars with intervals: .png, .svg or .pdf")
     add("--verbose", action="store_true", help="show what the engines print")
     return parser.parse_args()
 
@@ -304,6 +309,7 @@ def main() -> None:
     cores = psutil.cpu_count(logical=False) or 1
     given = options(cores)
     given.chat = given.chat or given.edits
+    check_plot_file(given.plot)
     prompts, load = read_prompts(given), psutil.getloadavg()[0]
     found: list[Contestant] = []
     missing: list[str] = []
@@ -327,6 +333,8 @@ def main() -> None:
     body = {"title": title, "rows": rows, "notes": notes, "arguments": vars(given)}
     text = json.dumps(body, indent=1, default=str) + "\n"
     (given.out / "compare.json").write_text(text, encoding="utf-8")
+    if given.plot:
+        draw(rows, given.plot, title)
     console.print(f"compare.md and compare.json are in {given.out}", style="dim")
 
 

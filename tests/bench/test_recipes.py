@@ -53,3 +53,21 @@ def test_text_written_in_many_rows_is_what_generate_writes(kind: str) -> None:
     other = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, head_dim=8))
     with pytest.raises(BadInput, match="qwen3"):
         write.GraphWriter(other, stops, 3, 20)
+
+
+def test_a_comparison_is_drawn_with_its_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib
+
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    spec = importlib.util.spec_from_file_location("picture", RECIPES / "compare" / "picture.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(picture := importlib.util.module_from_spec(spec))
+    rows = [{"engine": engine, "bits": bits, "mode": mode, "speeds": [20.0, 24.0, 31.5]}
+            for bits in (16, 4) for engine in ("ours", "llama.cpp")
+            for mode in ("plain", "speculating")]  # fmt: skip
+    picture.draw(rows, tmp_path / "c.svg", "Qwen, 3 prompts")
+    said = (tmp_path / "c.svg").read_text("utf-8")
+    assert all(words in said for words in ("Qwen, 3 prompts", "4 bits", "llama.cpp, plain", "24.0"))

@@ -31,8 +31,10 @@ def test_everything_at_once(
     said = call(
         "bench", target, "--drafter", "prompt-lookup", "--assistant-model", draft, "--prompts",
         str(some), "--batch", "1,2", "--temperature", "0,0.7",
-        "--num-assistant-tokens", "3", *SHORT, "--json", str(out))
+        "--num-assistant-tokens", "3", *SHORT, "--json", str(out),
+        "--plot", str(tmp_path / "b.png"))
     assert said.code == 0, said.err
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     for name in ("plain", "prompt-lookup", "T = 0.7, batch 2", "3 of the 4"):
         assert name in said.out
     found = json.loads(out.read_text())
@@ -73,6 +75,8 @@ def test_an_interrupt_shows_and_saves_what_was_measured(
     (("--batch", "1,x"), "batch was '1,x'"), (("--temperature", "-1"), "temperature was '-1'"),
     (("--limit", "0"), "limit was 0"), (("--prompts", "/no/such/file"), "there is no file"),
     (("--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
+    (("--plot", "/no/such/folder/x.png"), "there is no folder /no/such/folder"),
+    (("--plot", "speed.gif"), "speed.gif is no picture"),
     (("--new-tokens", "9999"), "no prompt leaves room"),
 ])
 def test_a_mistake_is_one_sentence(

@@ -29,9 +29,10 @@ def test_a_plan_is_whole_and_a_run_begins_with_it(
     file = tmp_path / "plan.json"
     said = call("plan", target, "--prompts", prompts, "--assistant-model", draft, "--drafter",
                 "portfolio", "--batch", "1,2", "--temperature", "0,0.7", "--price-per-hour", "2",
-                "--json", str(file), *SMALL)
+                "--json", str(file), "--plot", str(tmp_path / "plan.svg"), *SMALL)
     assert said.code == 0, said.err
     assert said.out.startswith("drafting ") and "cost" in said.out
+    assert (tmp_path / "plan.svg").read_text("utf-8").startswith("<?xml")
     found = json.loads(file.read_text())
     assert {one["drafter"] for one in found["predictions"]} == {"none", "portfolio", draft}
     for one in found["predictions"]:
@@ -64,6 +65,7 @@ def test_logs_are_planned_for_a_machine_that_is_not_here(
     (("--batch", "0"), "batch was 0"), (("--tokens", "0"), "tokens was 0"),
     (("--machine", "abacus"), "abacus"), (("--logs", "nowhere.jsonl"), "nowhere.jsonl"),
     (("--json", "/no/folder/plan.json"), "there is no folder /no/folder"),
+    (("--plot", "plan.bmp"), "plan.bmp is no picture"),
 ])  # fmt: skip
 def test_what_cannot_be_planned_is_refused(
     refused: Call, target: str, options: tuple[str, ...], why: str

@@ -108,6 +108,17 @@ def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str
     assert (found["settings"]["drafter"], found["settings"]["draft_tokens"]) == ("draft-model", 10)
 
 
+def test_a_trace_is_a_page_beside_the_same_text(call: Call, target: str, tmp_path: Path) -> None:
+    run = ("run", target, "-p", "Once", "--max-new-tokens", "8")
+    page = tmp_path / "trace.html"
+    assert call(*run, "--trace", str(page)).out == call(*run).out != ""
+    assert page.read_text("utf-8").startswith("<!doctype html>")
+    for more, why in ((("--n", "2"), "--trace shows one text"), (("--json",), "shows one text"),
+                      (("--trace", "/no/folder/t.html"), "there is no folder /no/folder")):
+        said = call(*run, "--trace", str(page), *more)
+        assert said.code == 2 and why in said.err
+
+
 def test_samples_are_numbered(call: Call, target: str) -> None:
     run = ("run", target, "-p", "Once", "--n", "2", "--temperature", "1", "--max-new-tokens", "5")
     first, second = json.loads(call(*run, "--json").out)["samples"]

@@ -42,6 +42,7 @@ def test_a_trained_head_decodes_the_targets_own_text(
     steps = [int(line.split()[0]) for line in table]
     assert title.count("token ") == columns and steps == [1, 2, 3, 4]
     words = ("run", target, "Once upon a time", "--max-new-tokens", "12")
+    assert (Path(out) / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert call(*words, "--drafter", out).out == call(*words, "--drafter", "none").out != ""
 
 

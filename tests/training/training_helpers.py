@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,11 @@ class Recorder:
         if details:
             self.losses.append(float(details.split()[1]))
             self.stepped(done)
+
+    def logged(self, log: Sequence[Mapping[str, Any]], folder: Path) -> None:
+        """The log is on disk after each evaluation, not only with the next checkpoint."""
+        lines = (folder / "log.jsonl").read_text("utf-8").splitlines()
+        assert json.loads(lines[-1]) == log[-1] and len(lines) == len(log)
 
     def stepped(self, step: int) -> None:
         if step == self.stop_at:

@@ -15,6 +15,7 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.setup import lost, must_have_folders
 from draftproof.errors import BadInput
+from draftproof.plots.style import check_plot_file
 
 N = TypeVar("N", int, float)
 Names = list[str] | None
@@ -37,6 +38,7 @@ def bench(
     rounds: Annotated[int, _plan("R", "How often each method writes each prompt.")] = 3,
     seed: Annotated[int, _plan("S", "Of the sampling.")] = 0,
     json_: Annotated[Path | None, _plan("FILE", "Every number and text.", "--json")] = None,
+    plot: opt.Plot = None,
     *,
     engine: dict[str, Any],
 ) -> None:
@@ -51,7 +53,8 @@ def bench(
                         ("limit", limit)):  # fmt: skip
         if value is not None and value < 1:
             raise BadInput(f"{name} was {value}; it must be at least 1")
-    must_have_folders(json_)
+    must_have_folders(json_, plot)
+    check_plot_file(plot)
     known, texts = built_in(model)
     file, assistants = prompts or texts, assistant_model or []
     chosen = read_prompts(file, chat)[:limit]
@@ -73,6 +76,10 @@ def bench(
     console.print("\n".join(report.notes(figures, about)), style="dim", markup=False)
     if json_ is not None:
         json_.write_text(report.as_json(run, figures, about), encoding="utf-8")
+    if plot is not None and figures:
+        from draftproof.bench.plot import plot as draw
+
+        draw(figures, plot, f"{Path(model).name}: {about['workload']}, {new_tokens} new tokens")
     if len(run.trials) < run.total:
         raise KeyboardInterrupt(f"interrupted after {len(run.trials)} of {run.total} runs")
 

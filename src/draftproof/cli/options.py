@@ -124,6 +124,10 @@ Samples = Annotated[int, option("Sampling", "N", "Samples of the prompt.", "--n"
 Bf16 = Annotated[bool, option("Model", None, "The same as --dtype bfloat16.", "--bf16")]
 Compare = Annotated[bool, _output(None, "Decode plainly first, and compare.", "--compare")]
 Json = Annotated[bool, _output(None, "One JSON object on stdout, nothing else.", "--json")]
+Plot = Annotated[Path | None, _output(
+    "FILE", "A picture: .png, .svg or .pdf; a name that ends in -dark gets a dark one.", "--plot")]
+Trace = Annotated[Path | None, _output(
+    "HTML", "A page with each round's draft tree, and where the time went.", "--trace")]
 Prompts = Annotated[
     Path | None, _many("JSONL", 'Rows with "prompt", "messages", "turns" or "text".', "--prompts")
 ]

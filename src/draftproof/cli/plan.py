@@ -11,6 +11,7 @@ from draftproof.cli import show
 from draftproof.cli.bench import numbers
 from draftproof.cli.setup import must_decode_alone, must_have_folders
 from draftproof.errors import BadInput
+from draftproof.plots.style import check_plot_file
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Engine
@@ -36,7 +37,7 @@ def plan(
     machine: Machine = None, chat: opt.Chat = False,
     price_per_hour: Annotated[float | None, _ask("X", "Of the machine; adds a column.")] = None,
     json_: Annotated[Path | None, _ask("FILE", "Everything; for run --plan.", "--json")] = None,
-    *, engine: dict[str, Any],
+    plot: opt.Plot = None, *, engine: dict[str, Any],
 ) -> None:  # fmt: skip
     """Predict speed, cost and memory of drafters on your prompts, without running them."""
     from draftproof.bench.methods import load_methods
@@ -49,7 +50,8 @@ def plan(
                         ("price_per_hour", price_per_hour)):  # fmt: skip
         if value is not None and not value > 0:
             raise BadInput(f"{name} was {value}; it must be above 0")
-    must_have_folders(json_)
+    must_have_folders(json_, plot)
+    check_plot_file(plot)
     known, texts = built_in(model)
     assistants = assistant_model or []
     drafters = drafter or ([] if assistants else known)
@@ -68,6 +70,10 @@ def plan(
     console.print(report.verdict(result), style="bold", markup=False)
     console.print(report.table(result))
     console.print(report.note(result), style="dim", markup=False)
+    if plot is not None:
+        from draftproof.plan.plot import plot as draw
+
+        draw(result, plot)
     if json_ is not None:
         names = [name for name in named if name not in assistants]
         options = {"assistant_model": assistants, "drafter": names, **engine}

@@ -19,6 +19,7 @@ from draftproof.cli.setup import (
     engine_of,
     lost,
     main_process_only,
+    must_have_folders,
 )
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.rows import prompt_of
@@ -38,8 +39,8 @@ def run(
     prompt_file: opt.PromptFile = None, chat: opt.Chat = False, n: opt.Samples = 1,
     prompts: opt.Prompts = None, out: opt.Out = None, batch_size: opt.BatchSize = None,
     ray: opt.Ray = None, compare: opt.Compare = False, json_: opt.Json = False,
-    bf16: opt.Bf16 = False, plan: opt.Plan = None, *, engine: dict[str, Any],
-    sampling: dict[str, Any],
+    trace: opt.Trace = None, bf16: opt.Bf16 = False, plan: opt.Plan = None, *,
+    engine: dict[str, Any], sampling: dict[str, Any],
 ) -> None:  # fmt: skip
     """Complete a prompt, or a file of prompts."""
     if plan is not None:
@@ -60,6 +61,9 @@ def run(
         )
     if not is_batch and len(sources) != 1:
         raise BadInput("give one prompt: --prompt TEXT, --prompt-file FILE, or - for stdin")
+    if trace is not None and (is_batch or compare or json_ or n != 1):
+        raise BadInput("--trace shows one text: leave out --prompts, --compare, --json and --n")
+    must_have_folders(trace)
     if n < 1:
         raise BadInput(f"n was {n}; it must be at least 1")
     if sampling.get("logprobs") and not (json_ or is_batch):
@@ -77,7 +81,8 @@ def run(
             return
         if text == "-":                                 # stdin is rank 0's
             prompt_text = group.from_rank_0(lambda: _prompt("-", may_be_stdin=True))
-        _run(config, sampling, prompt_of({"prompt": prompt_text}, chat), n, compare, json_)
+        _run(config, sampling, prompt_of({"prompt": prompt_text}, chat), n, compare, json_,
+             trace)
 
 
 def _prompt(source: str | Path, may_be_stdin: bool) -> str:
@@ -105,6 +110,7 @@ def _run(
     n: int,
     compare: bool,
     json_: bool,
+    trace: Path | None = None,
 ) -> None:
     """Complete one prompt, on the terminal or as JSON."""
     engine = engine_of(config)
@@ -120,6 +126,8 @@ def _run(
         result |= {"compare": _compared(ours, plain)} if compare else {}
         result["settings"] = described(config, engine, wanted)
         show.print_json(result)
+    elif trace is not None:
+        ours = _traced(engine, prompt, wanted, show.StreamWriter(sys.stdout), trace)
     else:
         ours = _written(engine, prompt, wanted, n, show.StreamWriter(sys.stdout))
     for completion in ours:
@@ -152,6 +160,21 @@ def _written(
     finally:
         writer.end()
     return done
+
+
+def _traced(
+    engine: Engine, prompt: Prompt, wanted: Sampling, writer: show.StreamWriter, file: Path
+) -> list[Completion]:
+    """The completion, shown as it comes; and the page of its rounds."""
+    from draftproof.plots.trace import write_trace
+
+    title = f"{Path(engine.target.name).name}, {engine.drafter.name}"
+    try:
+        done = write_trace(engine, prompt, file, title, lambda update: writer.write(update.pieces),
+                           sampling=wanted)
+    finally:
+        writer.end()
+    return [done]
 
 
 def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[Completion]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.errors import BadInput
 from draftproof.training.config import SelfGenerateConfig, TrainConfig, TrainRun
+from draftproof.training.plot import CURVES, as_text, plot
 from draftproof.training.texts import DataConfig
 
 if TYPE_CHECKING:
@@ -141,6 +144,7 @@ class Screen(Progress):
         left = TimeRemainingColumn(), TextColumn("left")
         out = show.page(stderr=True)
         columns = TextColumn("{task.description}"), BarColumn(), details, *left
+        self._curves = ""
         super().__init__(*columns, console=out, transient=True, disable=not out.is_terminal)
         self._titled, self._logged = False, time.monotonic()
 
@@ -160,6 +164,25 @@ class Screen(Progress):
                 self.remove_task(task)
             self.add_task(what, total=of, details=details)
         self.update(self.task_ids[0], completed=done, total=of, details=details)
+
+    def logged(self, log: Sequence[Mapping[str, Any]], folder: Path) -> None:
+        """The curves so far: as a picture in the folder, and on a terminal above the bar."""
+        plot(log, folder / CURVES)
+        if self.console.is_terminal:
+            self._curves = as_text(log)
+            self.refresh()
+
+    def get_renderable(self) -> RenderableType:
+        """The curves, if there are any, and the bar."""
+        bar = super().get_renderable()
+        return Group(Text(self._curves), bar) if self._curves else bar
+
+    def stop(self) -> None:
+        """Leave the curves on the terminal."""
+        curves, self._curves = self._curves, ""
+        super().stop()
+        if curves:
+            self.console.print(Text(curves))
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """A line of the table: accuracy per step of the head on held-out rows."""

@@ -42,6 +42,7 @@ class Callback(Protocol):
     def note(self, text: str) -> None: ...
     def progress(self, what: str, done: int, of: int, details: str = "") -> None: ...
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+    def logged(self, log: Sequence[Mapping[str, Any]], folder: Path) -> None: ...
 
 
 class Silent:
@@ -98,6 +99,9 @@ class Trainer:
         with self._signals():
             while self.step < self.steps and not self._stop:
                 self.log.append(self._one_step())
+                if "held_out" in self.log[-1]:
+                    self._write_log()
+                    self.callback.logged(self.log, self.folder)
                 if time.monotonic() - saved >= SAVED:
                     self._save()
                     saved = time.monotonic()
@@ -144,6 +148,10 @@ class Trainer:
             torch.save(saved, file)
             file.flush()
             os.fsync(file.fileno())
+        self._write_log()
+
+    def _write_log(self) -> None:
+        """Write every line of the log."""
         with whole(self.folder / "log.jsonl") as part:
             lines = "".join(json.dumps(row) + "\n" for row in self.log)
             part.write_text(lines, encoding="utf-8")
