@@ -263,7 +263,7 @@ static bf16 encoded(const bf16 *x, int8_t *out, int64_t size) {
     bf16 stored = narrow(scale > smallest ? scale : smallest);
     for (int64_t i = 0; i < size; i += LANES) {
         lanes code = larger(least, -larger(least, -(wide(x + i) / widen(stored))));
-        bytes codes = __builtin_convertvector((code + 12582912.0f) - 12582912.0f, bytes);
+        bytes codes = lower_bytes(nearest_integers(code));
         memcpy(out + i, &codes, sizeof codes);
     }
     return stored;

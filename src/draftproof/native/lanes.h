@@ -5,25 +5,19 @@
  * never by how many queries are read together, by the slot a node of a tree lies in, or by the
  * number of threads. So a position has the same bits read alone, in a chain, or in a tree. */
 #pragma once
-#include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* WIDE(add_ps) is the intrinsic of whole vectors; `narrows` are as many numbers of 16 bits. */
-#ifdef __AVX512F__
+#include "memory.h"
+
+#if defined(__aarch64__)
+#define LANES 4
+#elif defined(__AVX512F__)
 #define LANES 16
-#define WIDE(name) _mm512_##name
-typedef __m512 floats;
-typedef __m512i integers;
-typedef __m256i narrows;
 #else
 #define LANES 8
-#define WIDE(name) _mm256_##name
-typedef __m256 floats;
-typedef __m256i integers;
-typedef __m128i narrows;
 #endif
 #define ALWAYS static inline __attribute__((always_inline))
 
@@ -47,31 +41,26 @@ static inline bf16 narrow(float x) {            /* to the nearest, ties to even 
     return x != x ? 0x7fc0 : (bf16)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
 }
 
-static inline lanes widened(halves h) {         /* compilers convert half at a time */
-    return (lanes)WIDE(slli_epi32)(WIDE(cvtepu16_epi32)((narrows)h), 16);
+/* As `narrow`, by integers. */
+static inline halves lower_halves(bits x);
+static inline halves shortened_bits(lanes x) {
+    bits i = (bits)x, out = (bits)((words)(i + 0x7fff + ((i >> 16) & 1)) >> 16), nan = x != x;
+    return lower_halves(((out & ~nan) | (nan & 0x7fc0)) & 0xffff);
 }
+
+#ifdef __aarch64__
+#include "lanes_neon.h"
+#else
+#include "lanes_x86.h"
+#endif
+#ifndef MATRICES
+#define MATRICES 0
+#endif
 
 static inline lanes wide(const bf16 *from) {
     halves h;
     memcpy(&h, from, sizeof h);
     return widened(h);
-}
-
-/* As `narrow`; processors that do it themselves take what is smaller than any normal number for
- * zero. */
-static inline halves shortened(lanes x) {
-#ifdef __AVX512BF16__
-    return (halves)_mm512_cvtneps_pbh((floats)x);
-#else
-    bits i = (bits)x, out = (i + 0x7fff + ((i >> 16) & 1)) >> 16, nan = x != x;
-    out = ((out & ~nan) | (nan & 0x7fc0)) & 0xffff;
-#ifdef __AVX512F__
-    return (halves)_mm512_cvtepi32_epi16((__m512i)out);
-#else
-    return (halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)out),
-                                    _mm256_extracti128_si256((__m256i)out, 1));
-#endif
-#endif
 }
 
 static inline lanes rounded(lanes x) { return widened(shortened(x)); }
@@ -81,24 +70,15 @@ static inline void narrowed(bf16 *to, lanes x) {
     memcpy(to, &h, sizeof h);
 }
 
-static inline lanes number(bits x) { return (lanes)WIDE(cvtepi32_ps)((integers)x); }
-
-/* a * b + c, rounded once. */
-static inline lanes fused(lanes a, lanes b, lanes c) {
-    return (lanes)WIDE(fmadd_ps)((floats)a, (floats)b, (floats)c);
-}
-
 static inline lanes from_half(const uint16_t *from) {
-    narrows h;
+    halves h;
     memcpy(&h, from, sizeof h);
-    return (lanes)WIDE(cvtph_ps)(h);
+    return from_halves(h);
 }
 
 /* Codes of 8 bits times their scale, rounded. */
 static inline lanes decoded(const int8_t *from, bf16 scale) {
-    __m128i codes = {};
-    memcpy(&codes, from, LANES);
-    return rounded(number((bits)WIDE(cvtepi8_epi32)(codes)) * widen(scale));
+    return rounded(number(from_bytes(from)) * widen(scale));
 }
 
 static inline lanes loaded(const float *from) {
@@ -107,37 +87,13 @@ static inline lanes loaded(const float *from) {
     return x;
 }
 
-static inline lanes larger(lanes a, lanes b) {           /* the second where either is NaN */
-    return (lanes)WIDE(max_ps)((floats)a, (floats)b);
-}
-
 #if LANES == 16
 static const bits places = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#else
+#elif LANES == 8
 static const bits places = {0, 1, 2, 3, 4, 5, 6, 7};
-#endif
-
-static inline float total(lanes x) {            /* halves to halves */
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((floats)x);
 #else
-    for (int half = LANES / 2; half; half /= 2) x += __builtin_shuffle(x, places ^ half);
-    return x[0];
+static const bits places = {0, 1, 2, 3};
 #endif
-}
-
-static inline float largest(lanes x) {
-#ifdef __AVX512F__                              /* halves to halves */
-    x = larger((lanes)_mm512_shuffle_f32x4((floats)x, (floats)x, 0xee), x);
-    x = larger((lanes)_mm512_shuffle_f32x4((floats)x, (floats)x, 0x55), x);
-    x = larger((lanes)_mm512_permute_ps((floats)x, 0xee), x);
-    return larger((lanes)_mm512_permute_ps((floats)x, 0x55), x)[0];
-#else
-    for (int half = LANES / 2; half; half /= 2)
-        x = larger(__builtin_shuffle(x, places ^ half), x);
-    return x[0];
-#endif
-}
 
 /* Cephes' expf, all lanes alike; 0 below -87, not for more than 88 */
 static inline lanes expo(lanes x) {
@@ -158,7 +114,7 @@ static inline lanes expo(lanes x) {
 #ifdef __AVX512F__
     return (lanes)_mm512_maskz_scalef_ps(kept, (floats)y, (floats)n);
 #else
-    bits power = ((bits)WIDE(cvtps_epi32)((floats)n) + 127) << 23;
+    bits power = (nearest_integers(n) + 127) << 23;
     return (lanes)((bits)(y * (lanes)power) & ~low);
 #endif
 }
@@ -196,61 +152,15 @@ static inline lanes partly(const bf16 *from, int64_t some) {
     return wide(held);
 }
 
-static inline int some_of(bits x) {             /* of a comparison */
-#ifdef __AVX512F__
-    return _mm512_movepi32_mask((integers)x);
-#else
-    return _mm256_movemask_ps((floats)x);
-#endif
-}
-
-/* Rows become columns of a square: in halves of halves, what is off the diagonal changes places. */
-static inline void transposed(lanes *square) {
-#ifdef __AVX512F__
-    __m512i one[LANES], two[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        __m512i a = (__m512i)square[i], b = (__m512i)square[i + 1];
-        one[i] = _mm512_unpacklo_epi32(a, b), one[i + 1] = _mm512_unpackhi_epi32(a, b);
-    }
-    /* part l of two[i + k]: column 4 l + k of rows i to i + 3 */
-    for (int i = 0; i < LANES; i += 4)
-        for (int k = 0; k < 2; k++) {
-            two[i + 2 * k] = _mm512_unpacklo_epi64(one[i + k], one[i + 2 + k]);
-            two[i + 2 * k + 1] = _mm512_unpackhi_epi64(one[i + k], one[i + 2 + k]);
-        }
-    for (int k = 0; k < 4; k++) {
-        __m512i even = _mm512_shuffle_i32x4(two[k], two[4 + k], 0x88),
-                more = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0x88);
-        __m512i odd = _mm512_shuffle_i32x4(two[k], two[4 + k], 0xdd),
-                rest = _mm512_shuffle_i32x4(two[8 + k], two[12 + k], 0xdd);
-        square[k] = (lanes)_mm512_shuffle_i32x4(even, more, 0x88),
-                square[8 + k] = (lanes)_mm512_shuffle_i32x4(even, more, 0xdd);
-        square[4 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0x88),
-                square[12 + k] = (lanes)_mm512_shuffle_i32x4(odd, rest, 0xdd);
-    }
-#else
-    _Pragma("GCC unroll 4") for (int step = 1; step < LANES; step *= 2) {
-        bits odd = (places & step) != 0, other = places ^ step;
-        bits upper = (odd & (other + LANES)) | (~odd & places);
-        bits lower = (odd & (places + LANES)) | (~odd & other);
-        _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) {
-            if (i & step) continue;
-            lanes a = square[i], b = square[i + step];
-            square[i] = __builtin_shuffle(a, b, upper);
-            square[i + step] = __builtin_shuffle(a, b, lower);
-        }
-    }
-#endif
-}
-
 /* Room for so many numbers, this thread's own, until it asks again. */
 static inline float *scratch(int64_t numbers) {
     static _Thread_local float *held;
     static _Thread_local int64_t size;
     if (numbers > size) {
-        free(held);
+        free_lines(held);
         size = numbers + numbers / 2;
-        if (posix_memalign((void **)&held, 64, (size_t)size * sizeof(float))) abort();
+        held = allocate_lines((size_t)size * sizeof(float));
+        if (!held) abort();
     }
     return held;
 }

@@ -1,7 +1,9 @@
 /* Linear layers in bfloat16, in 8 bits with a scale per output, and in the block formats of GGUF
  * files: by tiles where the processor has them and for the first two, else by vectors. */
 #define _GNU_SOURCE
+#ifndef __clang__
 #pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
+#endif
 #include "linear_vectors.h"
 #include "linear_blocks.h"
 #ifdef __AMX_TILE__
@@ -54,7 +56,7 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, float factor, 
             continue;
         }
 #endif
-        bytes narrow = __builtin_convertvector(code, bytes);
+        bytes narrow = lower_bytes(code);
         memcpy((char *)words + i, &narrow, sizeof narrow);
     }
     (void)wide_codes;
@@ -63,9 +65,9 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, float factor, 
     return all;
 }
 
-/* Numbers as vectors read them, as float; as tiles do, as they are. Zeros up to `padded`. */
+/* Numbers as vectors read them, as float; as tiles and matrices do, as they are. Zeros up to `padded`. */
 static void copied(const bf16 *x, int64_t size, int64_t padded, int32_t *words) {
-    if (TILES) {
+    if (TILES || MATRICES) {
         memcpy(words, x, (size_t)size * sizeof *x);
         memset((bf16 *)words + size, 0, (size_t)(padded - size) * sizeof *x);
         return;
@@ -92,7 +94,10 @@ static void prepare(const Product *of, int64_t row) {
         int32_t *to = inputs_at(of, from, beside, b) + (row - from) * of->block * of->width;
         const bf16 *here = x + b * inputs;
         if (of->kind == BFLOAT16) copied(here, some, padded, to);
-        else of->offset[row] -= 128 * coded(here, some, padded, factor, WIDE_CODES, to);
+        else {
+            int32_t sum = coded(here, some, padded, factor, WIDE_CODES, to);
+            if (!SIGNED_WEIGHTS) of->offset[row] -= 128 * sum;
+        }
     }
 }
 
@@ -159,11 +164,11 @@ static void multiply_blocks(const Linear *layer, const bf16 *inputs, bf16 *out, 
 static void multiply_part(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t stride,
         int64_t rows, int64_t threads) {
     Product of = {.layer = layer, .inputs = inputs, .out = out, .stride = stride, .rows = rows,
-            .block = BLOCK, .width = 2};
+            .block = BLOCK};
     int64_t most = MOST, together = STRIPS, strips = (layer->outputs + STRIP - 1) / STRIP;
     of.kind = layer->scale ? INT8 : BFLOAT16;
     of.count = layer->padded / (of.kind == BFLOAT16 ? 2 : 4);
-    if (of.kind == INT8) of.width = 1 + WIDE_CODES;
+    of.width = WIDTH_OF(of.kind);
 #if TILES
     of.block = TILE_BLOCK, of.width = 1, most = TILE_ROWS,
             together = TILE_STRIPS;

@@ -20,6 +20,19 @@ enum { BLOCK = 64, STRIPS = 4 };
 #define WIDE_CODES 0
 #endif
 
+/* Words of inputs for one of weights: bfloat16 is read as float, but by instructions that take two
+ * numbers of it. */
+#define WIDTH_OF(kind) ((kind) == BFLOAT16 ? 2 - MATRICES : 1 + WIDE_CODES)
+
+/* NEON multiplies signed numbers: weights of 8 bits less 128. */
+#if LANES == 4 && !MATRICES
+#define SIGNED_WEIGHTS 1
+#define AS_SIGNED(weights) ((weights) ^ (int32_t)0x80808080)
+#else
+#define SIGNED_WEIGHTS 0
+#define AS_SIGNED(weights) (weights)
+#endif
+
 /* What is to be computed. The rows of inputs lie chunk by chunk; those of a chunk block by block, a
  * block of one row behind that of another. */
 typedef struct {
@@ -32,7 +45,7 @@ typedef struct {
     int64_t block, width;               /* words of a block; of inputs for one of weights */
     int32_t *words;                     /* inputs: as float, codes, or wide codes */
     float *scales;                      /* of a row */
-    int32_t *offset;                    /* the sum of its codes times -128 */
+    int32_t *offset;                    /* times -128, the sum of its codes; or 0 */
 } Product;
 
 static inline int64_t first_row(const Product *of, int64_t chunk) {

@@ -97,13 +97,7 @@ ALWAYS lanes rest_at(const char *record, int64_t words, int64_t side) {
 
 /* Single precision of the half precision in the lower 16 bits. */
 ALWAYS lanes half_of(bits w) {
-#ifdef __AVX512F__
-    return (lanes)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)w));
-#else
-    __m256i low = (__m256i)(w & 0xffff);
-    return (lanes)_mm256_cvtph_ps(
-            _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
-#endif
+    return from_halves(lower_halves(w & 0xffff));
 }
 
 ALWAYS bits shifted(bits w, const int right) {                          /* unsigned */
@@ -113,17 +107,6 @@ ALWAYS bits shifted(bits w, const int right) {                          /* unsig
 ALWAYS bits byte_of(bits w, const int number) { return shifted(w, 8 * number) & 0xff; }
 
 ALWAYS bits signed_byte_of(bits w, const int number) { return w << (24 - 8 * number) >> 24; }
-
-/* Numbers of a table of 16 bytes for codes of 4 bits. */
-ALWAYS bits looked_up(const uint8_t *table, bits codes) {
-    __m128i all;
-    memcpy(&all, table, sizeof all);
-#ifdef __AVX512F__
-    return (bits)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), (__m512i)codes);
-#else
-    return (bits)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(all), (__m256i)codes);
-#endif
-}
 
 /* Values of IQ4_NL and IQ4_XS, and twice those of MXFP4, plus 128. */
 static const uint8_t nonlinear[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197,
@@ -176,9 +159,8 @@ ALWAYS void unpack_groups(const int format, const char *record, int64_t groups, 
                 /* stored as what is subtracted */
                 put_minimum(to, g, side, -half_of(shifted(both, 16)));
             } else if (format == MXFP4) {
-                __m128i exponents = {};
-                memcpy(&exponents, record + form->words * 4 * STRIP + side * LANES, LANES);
-                bits e = (bits)WIDE(cvtepu8_epi32)(exponents), tiny = e < 2;
+                const char *exponents = record + form->words * 4 * STRIP + side * LANES;
+                bits e = from_unsigned_bytes(exponents), tiny = e < 2;
                 put_scale(to, g, side, (lanes)((tiny & (((e & 1) + 1) << 21))
                                                | (~tiny & ((e - 1) << 23))));
             } else put_scale(to, g, side, rest_at(record, form->words, side));
@@ -336,6 +318,7 @@ ALWAYS void add_words(const int large, const int small, const int R, const int V
             memcpy(&weight[v], codes + k * LINE + v * sizeof(bits), sizeof(bits));
             if (large) __builtin_prefetch(codes + k * LINE + v * sizeof(bits) + ahead, 0,
                     SECOND_CACHE);
+            if (large) weight[v] = AS_SIGNED(weight[v]);
         }
         EACH_ROW EACH_SIDE dot[r][v] = dotted(dot[r][v], weight[v], x[r].codes[word + k]);
     }
@@ -437,7 +420,7 @@ ALWAYS void add_span(const int kernel, const int R, const int V, const Weights *
                 const int g = p / parts, half = p % parts;
                 const int64_t part = first * parts + p, at = start + part;
                 bits dot[BLOCK_ROWS][4];
-                EACH_ROW EACH_SIDE dot[r][v] = minimum || (large && WIDE_CODES) ? (bits){}
+                EACH_ROW EACH_SIDE dot[r][v] = minimum || (large && (WIDE_CODES || SIGNED_WEIGHTS)) ? (bits){}
                         : (bits){} + (x[r].offset[at] << shift);
 #if LANES == 16
                 if (packed) {

@@ -10,28 +10,21 @@ typedef struct { bits even, odd; } Weight;
 ALWAYS Weight weight_of(const int kind, const char *from) {
     bits w;
     memcpy(&w, from, sizeof w);
-    if (kind == BFLOAT16) return (Weight){w << 16, w & ~0xffff};
+    if (kind == BFLOAT16 && !MATRICES) return (Weight){w << 16, w & ~0xffff};
 #if WIDE_CODES
     return (Weight){w & 0x00ff00ff, (bits)_mm256_srli_epi16((__m256i)w, 8)};
 #else
+    if (kind == INT8) w = AS_SIGNED(w);
     return (Weight){w, w};
 #endif
 }
 
-#if !WIDE_CODES
-/* Sums of products of four weights, unsigned, with the same four codes, signed. */
-ALWAYS bits dotted(bits sum, bits weights, int32_t codes) {
-#ifdef __AVX512VNNI__
-    return (bits)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(codes));
-#else
-    return (bits)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(codes));
-#endif
-}
-#endif
-
 /* A sum goes on over one word of weights and the inputs that these are of. */
 ALWAYS lanes added(const int kind, lanes sum, Weight weight, const int32_t *inputs) {
     if (kind == BFLOAT16) {
+#if MATRICES
+        return dotted_pairs(sum, weight.even, inputs[0]);
+#endif
         sum = fused((lanes)weight.even, (lanes)((bits){} + inputs[0]), sum);
         return fused((lanes)weight.odd, (lanes)((bits){} + inputs[1]), sum);
     }
@@ -55,10 +48,56 @@ typedef struct {
     _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) \
         _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
 
+#if MATRICES
+/* For R rows, two of them and two outputs at a time, and two words. */
+ALWAYS void stretch_of_pairs(const int kind, const int R, const int V, const Product *of,
+        const Stretch *at, lanes (*to)[SIDES]) {
+#define EACH_PAIR \
+    _Pragma("GCC unroll 6") for (int p = 0; p < (R + 1) / 2; p++) \
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
+    const char *ahead = at->ahead;
+    for (int side = 0; side < SIDES; side += V) {
+        const char *weights = at->weights + side * sizeof(bits);
+        const int32_t *inputs = inputs_at(of, at->from, R, at->word);
+        bits sum[(MOST + 1) / 2][4][2];
+        EACH_PAIR {
+            bits first = (bits)to[2 * p][side + v], second = {};
+            if (2 * p + 1 < R) second = (bits)to[2 * p + 1][side + v];
+            sum[p][v][0] = first_in_turn(first, second);
+            sum[p][v][1] = last_in_turn(first, second);
+        }
+        for (int64_t word = 0; word < at->count; word += 2) {
+            bits weight[4][2], rows[(MOST + 1) / 2];
+            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++) {
+                bits first, second;
+                memcpy(&first, weights + v * sizeof first, sizeof first);
+                memcpy(&second, weights + LINE + v * sizeof second, sizeof second);
+                weight[v][0] = first_in_turn(first, second);
+                weight[v][1] = last_in_turn(first, second);
+            }
+            __builtin_prefetch(ahead), __builtin_prefetch(ahead + at->step);
+            _Pragma("GCC unroll 6") for (int p = 0; p < (R + 1) / 2; p++)
+                rows[p] = side_by_side(inputs + 2 * p * BLOCK,
+                        2 * p + 1 < R ? inputs + (2 * p + 1) * BLOCK : NULL);
+            EACH_PAIR _Pragma("GCC unroll 2") for (int j = 0; j < 2; j++)
+                sum[p][v][j] = kind == INT8
+                        ? multiplied_codes(sum[p][v][j], weight[v][j], rows[p])
+                        : multiplied_pairs(sum[p][v][j], weight[v][j], rows[p]);
+            inputs += 2, weights += 2 * LINE, ahead += 2 * at->step;
+        }
+        EACH_PAIR {
+            to[2 * p][side + v] = (lanes)even_of(sum[p][v][0], sum[p][v][1]);
+            if (2 * p + 1 < R)
+                to[2 * p + 1][side + v] = (lanes)odd_of(sum[p][v][0], sum[p][v][1]);
+        }
+    }
+}
+#endif
+
 /* For R rows, V vectors of outputs at a time, so that all sums stay in registers: on from `to`. */
 ALWAYS void stretch_of(const int kind, const int R, const int V, const Product *of,
         const Stretch *at, lanes (*to)[SIDES]) {
-    const int width = kind == BFLOAT16 ? 2 : 1 + WIDE_CODES;
+    const int width = WIDTH_OF(kind);
     int64_t across = BLOCK * width, step = at->step, more = step > 64 ? 64 : 0;
     const char *ahead = at->ahead;
     for (int side = 0; side < SIDES; side += V) {
@@ -80,13 +119,20 @@ ALWAYS void stretch_of(const int kind, const int R, const int V, const Product *
 
 #if LANES == 16
 #define SIDES_OF(R) 2
+#elif LANES == 4                                /* with 32 registers */
+#define SIDES_OF(R) ((R) < 5 ? 4 : 2)
 #else
 #define SIDES_OF(R) ((R) < 3 ? 4 : (R) < 6 ? 2 : 1)
+#endif
+#if MATRICES
+#define STRETCH_OF(R) ((R) > 1 ? stretch_of_pairs : stretch_of)
+#else
+#define STRETCH_OF(R) stretch_of
 #endif
 #define EACH(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
 #define KERNEL(NAME, KIND, R)                                                                   \
     static void NAME##_##R(const Product *of, const Stretch *at, lanes (*to)[SIDES]) {          \
-        stretch_of(KIND, R, SIDES_OF(R), of, at, to);                                           \
+        STRETCH_OF(R)(KIND, R, SIDES_OF(R), of, at, to);                                        \
     }
 #define KERNELS(R) KERNEL(bfloat16, BFLOAT16, R) KERNEL(int8, INT8, R)
 EACH(KERNELS)

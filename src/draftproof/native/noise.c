@@ -2,7 +2,11 @@
  *
  * Each operation here is one of IEEE arithmetic, rounded by itself, in the order of the torch
  * version: no compiler may make one operation of a product and a sum. */
+#ifdef __clang__
+#pragma clang fp contract(off)
+#else
 #pragma GCC optimize("fp-contract=off")
+#endif
 #include "lanes.h"
 
 /* lowbias32, of a number or of a vector of them */

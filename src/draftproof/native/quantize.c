@@ -16,12 +16,6 @@ static inline lanes chosen(bits where, lanes a, lanes b) {
     return (lanes)((where & (bits)a) | (~where & (bits)b));
 }
 
-static inline uint16_t half(float x) {
-    return (uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(x), 0));
-}
-
-static inline float single(uint16_t x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x))); }
-
 /* LANES groups of `size` numbers, which lie one after another, side by side. */
 static void gather(const float *from, int64_t groups, int size, lanes *to) {
     for (int i = 0; i < size; i++)
