@@ -262,6 +262,7 @@ def test_suffixes_are_kept_and_found_alike() -> None:
         if turn % 12 == 0:
             for drafter, ops in zip(drafters, (CPU, TORCH), strict=True):
                 drafter.start(3, CAPACITY, ops)
+                drafter.assign_owners(range(3), [0, 0x53A9C01122334455 + turn, -0x7172737475767778])
             texts = [written(dice, 40) for _ in range(3)]
             for row in range(3):
                 observed_alike(drafters, commit_of(range(row, row + 1), texts[row : row + 1]))
@@ -279,7 +280,7 @@ def test_suffixes_are_kept_and_found_alike() -> None:
         observed_alike(drafters, commit_of(range(3), more))
     ours, theirs = indexes
     assert ours.tags.count_nonzero() > 100
-    for name in ("text", "tags", "places", "counts"):
+    for name in ("text", "owners", "tags", "places", "counts"):
         # the last is for nothing
         assert torch.equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1])
     for one, other in zip(drafters[0]._rows, drafters[1]._rows, strict=True):
@@ -300,6 +301,8 @@ def test_successors_are_kept_and_found_alike() -> None:
     dice, drafters = torch.Generator().manual_seed(5), [TokenRecycling(300), TokenRecycling(300)]
     drafters[1].ops, drafters[0].ops = TORCH, CPU
     texts = [written(dice, 12) for _ in range(3)]
+    for drafter in drafters:
+        drafter.assign_owners(range(3), [5, 1 << 40, 5])
     for row, text in enumerate(texts):
         observed_alike(drafters, commit_of(range(row, row + 1), [text]))
     for turn in range(15):

@@ -133,6 +133,42 @@ def test_tokens_of_any_vocabulary() -> None:
     assert tree.tokens[0, :3].tolist() == text[:3]
 
 
+def test_texts_of_another_owner_are_not_drafted_from() -> None:
+    """Neither by what follows a context, nor where the text of one lies next to that of another."""
+    mine, other = [3, 4, 5, 6, 7, 8, 9, 10], [3, 4, 5, 20, 21, 22, 23, 24]
+    drafter, owners = started(), [random.Random(n).getrandbits(63) for n in range(3)]
+    for owner, text in zip(owners, (mine, other, [4, 5, 9]), strict=True):
+        drafter.start(4, CAPACITY, CPU)
+        drafter.assign_owners([0], [owner])
+        drafter.observe(commit_of([0], [text]))
+    for owner, follows in ((owners[0], {6}), (owners[1], {20}), (0, set())):
+        drafter.start(4, CAPACITY, CPU)
+        drafter.assign_owners([0, 1], [owner, 1])
+        drafter.observe(commit_of([0], [[1]]))
+        drafter.observe(commit_of([1], [[1]]))
+        tree = proposed(drafter, [[1, 3, 4, 5], [1, 3, 4, 5]])
+        assert {path[0] for path in drafted(tree)} == follows
+        assert not tree.present[1, 1:].any(), "nothing is known to the second row"
+        drafter.select([1, 0])
+        again = proposed(drafter, [[1, 3, 4, 5], [1, 3, 4, 5]])
+        assert not again.present[0, 1:].any() and again.present[1, 1:].any() == bool(follows)
+
+
+def test_a_draft_ends_where_the_text_of_another_owner_begins() -> None:
+    drafter = started(4096, 1)
+    index = drafter._indexes[torch.device("cpu")]
+    for cursor, owner, text in ((0, 1, list(range(3, 20))), (8, 2, list(range(40, 60)))):
+        drafter.start(1, CAPACITY, CPU)
+        index.cursor = cursor
+        drafter.assign_owners([0], [owner])
+        drafter.observe(commit_of([0], [[token % 30 for token in text]]))
+    drafter.start(1, CAPACITY, CPU)
+    drafter.assign_owners([0], [1])
+    drafter.observe(commit_of([0], [[3, 4, 5, 6]]))
+    tree = proposed(drafter, [[3, 4, 5, 6, 7]], trees=False)
+    assert [token for token in tree.tokens[0].tolist() if token != ABSENT] == [7, 8, 9, 10]
+
+
 def test_copies_of_a_row_write_apart() -> None:
     """Samples of one prompt: each continues in a place of its own, all are remembered."""
     drafter = started(4096, 3, [3, 4, 5])

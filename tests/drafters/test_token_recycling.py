@@ -86,6 +86,23 @@ def test_the_pair_before_the_token_alone_and_the_newest_before_the_old() -> None
     assert (20,) in newest, "after 3, 6 nothing came: 6 alone"
 
 
+def test_texts_of_another_owner_teach_nothing() -> None:
+    drafter = TokenRecycling(1 << 12)
+    drafter.start(4, 64, CPU)
+    drafter.assign_owners([0, 1], [1 << 61 | 91735, -(1 << 60) - 1573951923])
+    for row in range(2):
+        drafter.observe(commit_of([row], [[30]]))
+        best = {0: even(6 + 10 * row, 7 + 10 * row)}
+        drafter.observe(read(TokenTree.chain(torch.tensor([[5]])), [0], best, row))
+    drafter.observe(commit_of([0, 1], [[30], [30]]))
+    tree = proposed(drafter, [[30, 5, 30, 5], [30, 5, 30, 5]])
+    for row, first in enumerate((6, 16)):
+        assert set(tree.tokens[row][tree.present[row]].tolist()) == {5, first, first + 1}
+    drafter.select([1, 0])
+    tree = proposed(drafter, [[30, 5, 30, 5], [30, 5, 30, 5]])
+    assert 16 in tree.tokens[0] and 6 in tree.tokens[1]
+
+
 def test_of_one_token_read_twice_at_once_the_later_counts() -> None:
     """In both rows, in one commit: never the tokens of one with the confidence of another."""
     drafter = started()

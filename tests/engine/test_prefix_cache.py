@@ -108,3 +108,26 @@ def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
     hits = cache.hits
     done, alone = (one.generate(texts[0], max_new_tokens=20)[0] for one in (engine, plain))
     assert done.tokens == alone.tokens and cache.hits == hits
+
+
+@pytest.mark.parametrize("drafter", ["none", "suffix+recycling+prompt-lookup"])
+def test_what_one_owner_wrote_changes_nothing_for_another(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what is read of a prompt, nor what is drafted; its own repetition is quick."""
+    engine = dp.load("demo", drafter=drafter, budget=0 if drafter == "none" else 6)
+    engine.prefixes = PrefixCache(64 << 20)
+    since = counted(engine.target, monkeypatch)
+    seen = []
+    for owner in (1, 2, 2, 3 << 40):
+        (request,) = engine.read(LONG, max_new_tokens=30, sampling=dp.Sampling())
+        request.owner = owner
+        scheduler = engine.new_scheduler(1)
+        scheduler.add(request)
+        while scheduler.has_unfinished_requests():
+            scheduler.step()
+        stats = request.sequences[0].stats
+        seen.append((since(), stats.rounds, stats.drafted, request.sequences[0].text))
+    first, other, again, third = seen
+    assert first == other == third, "each was the first text of its owner"
+    assert again[0] < first[0] and again[-1] == first[-1]

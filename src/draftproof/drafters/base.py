@@ -71,6 +71,11 @@ class Drafter(ABC):
     def begin(self, rows: Sequence[int], sources: Sequence[Any]) -> None:
         """Rows that come next are about these sources, of an encoder-decoder. Default: nothing."""
 
+    def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
+        """Rows that come next, and whose they are: 0, or random numbers of 64 bits. What a drafter
+        keeps of a text beyond its row may draft for rows of the same owner alone. Default: nothing,
+        as nothing is kept."""
+
     def observe(self, commit: Commit) -> None:
         """Learn what was committed: each row's prompt first, then every round. Default: nothing.
 

@@ -77,6 +77,10 @@ class Portfolio(Drafter):
         self.members = tuple(member.for_run(rows, capacity, ops) for member in self.members)
         self._proposed = None
 
+    def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
+        for member in self.members:
+            member.assign_owners(rows, owners)
+
     def observe(self, commit: Commit) -> None:
         for member in self.members:
             member.observe(self._for(member, commit))

@@ -46,7 +46,8 @@ class SuffixDrafter(Drafter):
     """Proposes the likeliest continuations by counting: in this text, other rows', earlier ones.
 
     memory: tokens of text to remember, at least twice the rows of a batch; the index takes 160
-    bytes per token. Earlier requests change how fast a text is generated, never the text.
+    bytes per token. Earlier requests of the same owner change how fast a text is generated, never
+    the text.
     """
 
     name = "suffix"
@@ -62,7 +63,11 @@ class SuffixDrafter(Drafter):
         super().start(rows, capacity, ops)
         self._width = capacity + 3                          # a root and two ends after the text
         self._places = max(self.memory // self._width, 2 * rows + 1)
-        self._rows = Rows(*(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
+        self._rows = Rows(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
+        self._owners = dict[int, int]()                     # of rows that come next
+
+    def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
+        self._owners.update(zip(rows, owners, strict=True))
 
     def observe(self, commit: Commit) -> None:
         device, known = commit.tokens.device, len(self._rows.end)
@@ -70,11 +75,13 @@ class SuffixDrafter(Drafter):
         if commit.rows[-1] == known:
             begin = torch.tensor([self._place(index)], device=device)
             tail = torch.full((1, SIZES[0]), ABSENT, dtype=torch.int64, device=device)
-            new = Rows(tail, begin, begin.clone())
+            owner = torch.tensor([self._owners.pop(known, 0)], device=device)
+            new = Rows(tail, begin, begin.clone(), owner)
             both = zip(self._rows, new, strict=True)
             self._rows = Rows(*map(torch.cat, both)) if known else new
-        tail, _, end = (part[commit.rows[0] : commit.rows[-1] + 1] for part in self._rows)
-        self.ops.run(learn_text, index, tail, end, commit.tokens, commit.count)
+        own = slice(commit.rows[0], commit.rows[-1] + 1)
+        rows = Rows(*(part[own] for part in self._rows))
+        self.ops.run(learn_text, index, rows, commit.tokens, commit.count)
 
     def propose(self, frontier: Frontier) -> TokenTree:
         prefix, budget = frontier.prefix, frontier.budget
@@ -88,9 +95,9 @@ class SuffixDrafter(Drafter):
         new = [self._place(self._index(device)) if row in rows[:at] else -1
                for at, row in enumerate(rows)]  # fmt: skip
         order, place = torch.tensor([list(rows), new], dtype=torch.int64, device=device)
-        tail, begin, end = (part[order] for part in self._rows)
+        tail, begin, end, owner = (part[order] for part in self._rows)
         moved = (torch.where(place < 0, old, place) for old in (begin, end))
-        self._rows = Rows(tail, *moved)
+        self._rows = Rows(tail, *moved, owner)
 
     def _index(self, device: torch.device) -> SuffixIndex:
         """The memory of this device, with room for the places of this run."""
@@ -106,11 +113,13 @@ class SuffixDrafter(Drafter):
 
 
 class Rows(NamedTuple):
-    """Of each running row: its last tokens [B, L], where its place begins and its text ends [B]."""
+    """Of each running row: its last tokens [B, L], where its place begins and its text ends [B],
+    and whose it is [B]."""
 
     tail: Tensor
     begin: Tensor
     end: Tensor
+    owner: Tensor
 
 
 _FOLLOW, _SCATTER = -2048144777, -1640531535            # 0x85EBCA77, 0x9E3779B1
@@ -123,12 +132,17 @@ class SuffixIndex:
     seen. Hashes are of 32 bits that wrap around, which every device has. An entry holds as long as
     the token at that place gives the same hash: text that was overwritten is forgotten with all
     that points to it.
+
+    Text has owners, and drafts for rows of its owner alone. The number of the owner, which others
+    cannot guess, is part of every hash: which entries are pushed out says nothing about the text of
+    others.
     """
 
     def __init__(self, memory: int, device: torch.device) -> None:
         self.slots = 1 << max(memory * len(SIZES) // SLOTS - 1, 0).bit_length()
         size = self.slots * SLOTS + 1                       # the last is for what has no place
         self.text, self.cursor = torch.full((1,), ABSENT, dtype=torch.int64, device=device), 0
+        self.owners = torch.zeros_like(self.text)           # of each token of the text
         self.tags = torch.zeros(size, dtype=torch.int32, device=device)
         self.places = torch.zeros(size, dtype=torch.int64, device=device)
         self.counts = torch.zeros(size, dtype=torch.float32, device=device)
@@ -146,18 +160,23 @@ class SuffixIndex:
             with torch.inference_mode(False):
                 more = self.text.new_full((size + 2 - len(self.text),), ABSENT)
                 self.text = torch.cat([self.text[:-1], more])
+                self.owners = torch.cat([self.owners[:-1], torch.zeros_like(more)])
 
     def in_c(self) -> Structure:
         """As the C library reads it."""
         return structure("Index")(
-            self.text, self.places, self.tags, self.counts, self.context, self.sizes,
+            self.text, self.places, self.owners, self.tags, self.counts, self.context, self.sizes,
             len(self.text), len(SIZES), SLOTS, self.slots, self.shift, _FOLLOW, _SCATTER, ABSENT
         )
 
-    def hash(self, context: Tensor, successor: Tensor) -> tuple[Tensor, Tensor]:
-        """First entry and tag [..., O] of contexts that end `context` [..., L], and a successor."""
+    def hash(
+        self, context: Tensor, successor: Tensor, owner: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """First entry and tag [..., O] of contexts of `owner` [..., 1] that end `context` [..., L],
+        and a successor."""
         terms = (context.int() + 1)[..., None, None, :] * self.context
         key = terms.sum(-1, dtype=torch.int32)                                      # [..., 2, O]
+        key += torch.stack([owner.int(), (owner >> 32).int()], -2)
         slot = (key[..., 0, :] >> self.shift) & (self.slots - 1)
         return slot.long() * SLOTS, key[..., 1, :] + (successor.int() + 1) * _FOLLOW
 
@@ -167,21 +186,19 @@ def slot_of(tokens: Tensor) -> Tensor:
     return ((tokens.int() + 1) * _SCATTER >> 30) & (SLOTS - 1)
 
 
-def learn_text(
-    index: SuffixIndex, tail: Tensor, end: Tensor, tokens: Tensor, count: Tensor
-) -> None:
-    """Learn `count` [b] of tokens [b, D] that follow `end` [b]; `tail` [b, L] is before.
-
-    Tail and end move on, in place."""
+def learn_text(index: SuffixIndex, rows: Rows, tokens: Tensor, count: Tensor) -> None:
+    """Learn `count` [b] of tokens [b, D] that follow the text of `rows`, whose tails and ends move
+    on, in place."""
+    tail, _, end, owner = rows
     ahead = torch.arange(tokens.shape[1], device=tokens.device)
     there = ahead < count[:, None]                                                      # [b, D]
     place = torch.where(there, end[:, None] + ahead, len(index.text) - 1)
-    index.text[place] = tokens
+    index.text[place], index.owners[place] = tokens, owner[:, None].expand_as(tokens)
     after = (end + count)[:, None] + torch.arange(2, device=tokens.device)
     index.text[after] = torch.full_like(after, ABSENT)                          # the end, so far
     text = torch.cat([tail, tokens], 1)
     context = text.unfold(1, SIZES[0] + 1, 1)[..., :-1]                                 # [b, D, L]
-    entry, tag = index.hash(context, tokens[..., None])
+    entry, tag = index.hash(context, tokens[..., None], owner[:, None, None])
     known = there[..., None] & (context[..., SIZES[0] - index.sizes] != ABSENT)         # [b, D, O]
     entry = torch.where(known, entry + slot_of(tokens)[..., None], len(index.tags) - 1)
     index.counts[entry] = torch.where(index.tags[entry] == tag, index.counts[entry], 0)
@@ -201,7 +218,7 @@ def continue_text(
     own: how many more occurrences one in the row's own text counts for.
     """
     root, end = prefix.root, rows.end[:, None]
-    index.text[rows.end] = root                             # its place if committed
+    index.text[rows.end], index.owners[rows.end] = root, rows.owner     # its place if committed
     context = torch.cat([rows.tail, root[:, None]], 1)[:, 1:]
     confidence, place = _successors(index, context, rows, own_weight)
     confidence, best = confidence.sort(dim=1, descending=True, stable=True)
@@ -210,8 +227,9 @@ def continue_text(
     ahead = torch.arange(budget, device=root.device)                                    # [K]
     period = torch.where(place >= rows.begin[:, None], end + 1 - place, 0)[..., None]
     ahead = torch.where(period > 0, ahead % period.clamp(min=1), ahead)     # repeat own text
-    drafted = index.text[(place[..., None] + ahead).clamp(max=len(index.text) - 1)]
-    drafted = torch.where(confidence[..., None] > 0, drafted, ABSENT)                   # [B, W, K]
+    ahead = (place[..., None] + ahead).clamp(max=len(index.text) - 1)                   # [B, W, K]
+    known = (confidence[..., None] > 0) & (index.owners[ahead] == rows.owner[:, None, None])
+    drafted = torch.where(known, index.text[ahead], ABSENT)
     texts = torch.cat([root[:, None, None].expand(-1, drafted.shape[1], 1), drafted], -1)
     votes = confidence[..., None] * _lasting(budget, root.device)[best // SLOTS]    # [B, W, 1 + K]
     return TokenTree.from_paths(texts, budget + 1, votes)
@@ -223,12 +241,14 @@ def _successors(
     """Of `context` [B, L], by size and slot, the chances and places of successors.
 
     Both [B, O * S], the largest contexts first."""
-    entry, none = index.hash(context, torch.full_like(context[:, :1], ABSENT))          # [B, O]
+    unknown = torch.full_like(context[:, :1], ABSENT)
+    entry, none = index.hash(context, unknown, rows.owner[:, None])                     # [B, O]
     entry = entry[..., None] + torch.arange(SLOTS, device=entry.device)                 # [B, O, S]
     place = index.places[entry]
     token = index.text[place]
     same = index.tags[entry] == none[..., None] + (token.int() + 1) * _FOLLOW
     alive = same & (context[:, SIZES[0] - index.sizes, None] != ABSENT) & (token != ABSENT)
+    alive &= index.owners[place] == rows.owner[:, None, None]
     begin, end = rows.begin[:, None, None], rows.end[:, None, None]
     mine = (place >= begin) & (place <= end)
     counts = torch.where(alive, index.counts[entry] + own_weight * mine, 0)
@@ -241,9 +261,10 @@ def _successors(
 
 @cpu_kernel(learn_text)
 def _learn_text(
-    library: Kernels, index: SuffixIndex, tail: Tensor, end: Tensor, tokens: Tensor, count: Tensor
+    library: Kernels, index: SuffixIndex, rows: Rows, tokens: Tensor, count: Tensor
 ) -> None:
-    library("learn_text", index.in_c(), tail, end, tokens, count, *tokens.shape)
+    tail, _, end, owner = rows
+    library("learn_text", index.in_c(), tail, end, owner, tokens, count, *tokens.shape)
 
 
 @cpu_kernel(continue_text)

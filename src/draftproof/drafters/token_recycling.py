@@ -50,32 +50,42 @@ class TokenRecycling(Drafter):
         slots = 1 << (memory - 1).bit_length()
         self._tables = SharedMemory(lambda device: SuccessorTable(slots, device))
         self._last: Tensor | None = None                    # [rows] each row's last committed token
+        self._owners = torch.zeros(0, dtype=torch.int64)    # [rows]
+        self._coming = dict[int, int]()                     # owners of rows that come next
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        self._last = None
+        self._last, self._coming = None, {}
+
+    def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
+        self._coming.update(zip(rows, owners, strict=True))
 
     def observe(self, commit: Commit) -> None:
         device = commit.tokens.device
         if self._last is None:
             self._last = torch.zeros(0, dtype=torch.int64, device=device)
+            self._owners = self._last.clone()
         if commit.rows[-1] == len(self._last):
+            owner = self._coming.pop(len(self._last), 0)
+            self._owners = torch.cat([self._owners, torch.tensor([owner], device=device)])
             self._last = torch.cat([self._last, torch.tensor([ABSENT], device=device)])
-        last = self._last[commit.rows[0] : commit.rows[-1] + 1]
+        own = slice(commit.rows[0], commit.rows[-1] + 1)
+        last, owners = self._last[own], self._owners[own]
         if commit.successors is not None:
-            self.ops.run(recycle, self._tables[device], last, commit.successors)
+            self.ops.run(recycle, self._tables[device], last, owners, commit.successors)
         last.copy_(commit.tokens.gather(1, commit.count[:, None] - 1)[:, 0])
 
     def propose(self, frontier: Frontier) -> TokenTree:
         prefix, budget = frontier.prefix, frontier.budget
         assert self._last is not None, "a row begins with its prompt"
         table, sizes = self._tables[prefix.tokens.device], (WIDTH, FAN, min(DEPTH, budget))
-        tree = self.ops.run(likely_successors, table, prefix, self._last, sizes, budget + 1)
+        rows = self._last, self._owners
+        tree = self.ops.run(likely_successors, table, prefix, *rows, sizes, budget + 1)
         return tree if frontier.trees else tree.best_chain()
 
     def select(self, rows: Sequence[int]) -> None:
         if self._last is not None:
-            self._last = self._last[list(rows)]
+            self._last, self._owners = self._last[list(rows)], self._owners[list(rows)]
 
 
 _TOKEN, _BEFORE = -1640531535, -2048144777              # 0x9E3779B1, 0x85EBCA77
@@ -86,50 +96,56 @@ class SuccessorTable:
 
     The first half of the slots is for pairs. After them are a place that stays empty, and one that
     is written where nothing is to be.
+
+    An entry is of an owner's text, and drafts for that owner's rows alone. The number of the owner,
+    which others cannot guess, is part of the tag: which entries are pushed out says nothing about
+    the text of others.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.slots, size = slots, 2 * slots + 2
         self.shift = min(31, 33 - slots.bit_length())               # high bits are mixed best
         self.tags = torch.zeros(size, dtype=torch.int32, device=device)
+        self.owners = torch.zeros(size, dtype=torch.int64, device=device)
         self.tokens = torch.full((size, BEST), ABSENT, dtype=torch.int32, device=device)
         self.confidence = torch.zeros((size, BEST), dtype=torch.float32, device=device)
 
     def in_c(self) -> Structure:
         """As the C library reads it."""
         return structure("Table")(
-            self.tags, self.tokens, self.confidence, BEST, self.slots, self.shift, _TOKEN, _BEFORE,
-            ABSENT
+            self.tags, self.tokens, self.owners, self.confidence, BEST, self.slots, self.shift,
+            _TOKEN, _BEFORE, ABSENT
         )
 
-    def place(self, before: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    def place(self, before: Tensor, token: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
         """[2, ...] where pair and token belong, and their tags, never 0; in 32 bits that wrap."""
-        alone = (token.int() + 2) * _TOKEN
+        alone = (token.int() + 2) * _TOKEN + owner.int()
         tag = torch.stack([alone + (before.int() + 2) * _BEFORE, alone])
         pair, single = ((tag >> self.shift) & (self.slots - 1)).long()
         return torch.stack([pair, single + self.slots]), tag | 1
 
 
-def recycle(table: SuccessorTable, last: Tensor, seen: Successors) -> None:
+def recycle(table: SuccessorTable, last: Tensor, owners: Tensor, seen: Successors) -> None:
     """Learn the successors of each node of trees; `last` [b]: the tokens before the roots.
 
     Absent nodes teach nothing. Of two in one place the later counts."""
     tokens, parents = seen.tree.tokens, seen.tree.parents
     before = torch.where(parents < 0, last[:, None], tokens.gather(1, parents.clamp(min=0)))
-    place, tag = table.place(before, tokens)                                        # [2, b, N]
+    place, tag = table.place(before, tokens, owners[:, None])                       # [2, b, N]
     useless = torch.stack([(before == ABSENT) | (tokens == ABSENT), tokens == ABSENT])
     goal = torch.where(useless, -1, place).flatten(1)                               # [2, b * N]
     later = torch.ones(goal.shape[1:] * 2, dtype=torch.bool, device=goal.device).triu(1)
     useless |= ((goal[:, :, None] == goal[:, None]) & later).any(-1).view_as(tag)
     place = torch.where(useless, 2 * table.slots + 1, place)
     kept = seen.tokens.shape[-1]
-    table.tags[place] = tag
+    table.tags[place], table.owners[place] = tag, owners[:, None].expand_as(tag)
     table.tokens[place, :kept] = seen.tokens.int()
     table.confidence[place, :kept] = seen.logits.float().softmax(-1).nan_to_num(0.0)
 
 
 def likely_successors(
-    table: SuccessorTable, prefix: Prefix, last: Tensor, sizes: tuple[int, int, int], nodes: int
+    table: SuccessorTable, prefix: Prefix, last: Tensor, owners: Tensor,
+    sizes: tuple[int, int, int], nodes: int
 ) -> TokenTree:
     """The tree of the likeliest `nodes` known to follow each root; `last` [B]: tokens before it.
 
@@ -143,8 +159,8 @@ def likely_successors(
     for level in range(depth):
         best = confidence.topk(min(width, confidence.shape[1]), 1)                      # [B, w]
         above = tokens.gather(1, best.indices)
-        place, tag = table.place(before.gather(1, best.indices), above)
-        known = table.tags[place] == tag
+        place, tag = table.place(before.gather(1, best.indices), above, owners[:, None])
+        known = (table.tags[place] == tag) & (table.owners[place] == owners[:, None])
         slots = torch.where(known[1], place[1], 2 * table.slots)
         slots = torch.where(known[0], place[0], slots)                                  # [B, w]
         fan = few if level else BEST
@@ -159,18 +175,20 @@ def likely_successors(
 
 
 @cpu_kernel(recycle)
-def _recycle(library: Kernels, table: SuccessorTable, last: Tensor, seen: Successors) -> None:
+def _recycle(
+    library: Kernels, table: SuccessorTable, last: Tensor, owners: Tensor, seen: Successors
+) -> None:
     library(
-        "recycle", table.in_c(), seen.tree.tokens, seen.tree.parents, last, seen.tokens,
+        "recycle", table.in_c(), seen.tree.tokens, seen.tree.parents, last, owners, seen.tokens,
         seen.logits.float(), *seen.tokens.shape
     )
 
 
 @cpu_kernel(likely_successors)
 def _likely_successors(
-    library: Kernels, table: SuccessorTable, prefix: Prefix, last: Tensor,
+    library: Kernels, table: SuccessorTable, prefix: Prefix, last: Tensor, owners: Tensor,
     sizes: tuple[int, int, int], nodes: int
 ) -> TokenTree:
     out = TreeBuffer(len(prefix.position), nodes)
-    library("likely_successors", table.in_c(), texts_of(prefix), last, *sizes, out.output)
+    library("likely_successors", table.in_c(), texts_of(prefix), last, owners, *sizes, out.output)
     return out.tree(sizes[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
@@ -46,6 +47,12 @@ class Background:
                 self._thread.start()
             self._awake.notify()
 
+    def remove(self, scheduler: Scheduler) -> None:
+        """Step a scheduler no more, and let go of it."""
+        with self._awake:
+            if scheduler in self._schedulers:
+                self._schedulers.remove(scheduler)
+
     def _has_work(self) -> bool:
         return any(scheduler.has_unfinished_requests() for scheduler in self._schedulers)
 
@@ -55,16 +62,21 @@ class Background:
                 if not self._awake.wait_for(self._has_work, IDLE_SECONDS):
                     self._thread = None
                     return
-                schedulers = list(self._schedulers)
-            for scheduler in schedulers:
-                if not scheduler.has_unfinished_requests():
-                    continue
-                try:
-                    updates = scheduler.step()
-                except Exception as error:              # whatever it is, the other requests go on
-                    updates = scheduler.fail(error)
-                if updates:
-                    self.on_step(updates)
+                schedulers = list(map(weakref.ref, self._schedulers))
+            for known in schedulers:
+                self._step(known)
+
+    def _step(self, known: weakref.ref[Scheduler]) -> None:
+        """Step a scheduler, if it was not removed meanwhile and has work."""
+        scheduler = known()
+        if scheduler is None or not scheduler.has_unfinished_requests():
+            return
+        try:
+            updates = scheduler.step()
+        except Exception as error:                      # whatever it is, the other requests go on
+            updates = scheduler.fail(error)
+        if updates:
+            self.on_step(updates)
 
 
 async def updates_of(

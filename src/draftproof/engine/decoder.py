@@ -19,6 +19,7 @@ from draftproof.core.tree import NO_TOKEN, TokenTree, well_formed
 from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Batch, Samples
 from draftproof.engine.budget import Budget
+from draftproof.engine.chunk_budget import ChunkBudget
 from draftproof.engine.prefill import SHORT, Prefill, Prompts
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.row_output import RowOutput, row_outputs
@@ -54,6 +55,7 @@ class Decoder:
         cache = self.batch.cache
         self.prompts = Prompts(target, self.drafter, cache, shapes, self.ops, prefixes)
         self.clock, self.observes = Clock(), type(drafter).observe is not Drafter.observe
+        self.chunks = ChunkBudget(self.prompts.chunk) if self.prompts.alike else None
         self.watch: Watch | None = None
         self.ends_early = budget.floor > 0 and self.ops.on_host and not rule.drawn
 
@@ -76,6 +78,8 @@ class Decoder:
             commit = self._observe(frontier, tree, reading, accepted)
             done = self._deliver(frontier, tree, reading, commit, accepted)
         self.budget.record(done._replace(seconds=self.clock.decide.took))
+        if self.chunks is not None:
+            self.chunks.round_took(self.clock.decide.took)
         self.retire()
 
     @torch.inference_mode()
@@ -93,14 +97,20 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, prefill: Prefill) -> bool:
-        """Read the next chunk of prompts; after the last, start their samples and return True."""
+        """Read the next chunk of prompts; after the last, start their samples and return True.
+
+        While texts run, a chunk takes about as long as a round."""
+        evenly = self.chunks if prefill.apart and self.batch.running else None
+        limit = evenly.tokens if evenly is not None else None
         with self.clock.prefill:
-            if not prefill.read():
-                return False
-            first = len(self.batch.running)
-            self._start(prefill.groups, prefill.join(first))
-        self.retire()
-        return True
+            done = prefill.read(limit)
+            if done:
+                self._start(prefill.groups, prefill.join(len(self.batch.running)))
+        if evenly is not None and not done:
+            evenly.chunk_took(evenly.tokens, self.clock.prefill.took)
+        if done:
+            self.retire()
+        return done
 
     def refresh(self) -> None:
         """Take up weights that changed; to be called where nothing runs."""
@@ -245,7 +255,7 @@ class Decoder:
                     alike = self.budget.most < SHORT        # wider drafts are read otherwise
                     text = [*row.prompt, *(row.tokens[:-1] if alike else [])]
                     cache = self.batch.cache.rows(place, place + 1)
-                    self.prompts.remember(cache, text, len(row.prompt))
+                    self.prompts.remember(cache, text, len(row.prompt), row.owner)
             self.batch.retire()
 
     def _fail(self, place: int, logits: Tensor) -> None:

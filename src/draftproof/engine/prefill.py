@@ -53,39 +53,41 @@ class Prompts:
         self.alike = self.several and target.kv_cache in (None, "int8")
         self.grain, self.chunk = (1, SHORT) if self.alike else (CHUNKS[-1], CHUNKS[-1])
 
-    def admissible(self, prompts: Iterable[Sequence[int]]) -> int:
+    def admissible(
+        self, prompts: Sequence[Sequence[int]], owners: Sequence[int] | None = None
+    ) -> int:
         """How many of the first of these prompts are read at once: several if they are short."""
         count = longest = 0
-        for prompt in prompts:
-            longest = max(longest, self._unread(prompt))
+        for prompt, owner in zip(prompts, owners or [0] * len(prompts), strict=True):
+            longest = max(longest, self._unread(prompt, owner))
             together = self.several and longest <= min(SHORT, TOGETHER // (count + 1))
             if count and not together:
                 break
             count += 1
         return count
 
-    def is_long(self, prompt: Sequence[int]) -> bool:
+    def is_long(self, prompt: Sequence[int], owner: int = 0) -> bool:
         """Whether a prompt is read in more than one chunk, between which rounds may come."""
         in_one_read = self.shapes.closed or self.target.encodes
-        return not in_one_read and self._unread(prompt) > self.chunk
+        return not in_one_read and self._unread(prompt, owner) > self.chunk
 
-    def remember(self, row: KVCache, text: Sequence[int], prompt: int) -> None:
+    def remember(self, row: KVCache, text: Sequence[int], prompt: int, owner: int) -> None:
         """Keep what the one row of a cache holds of a text for prompts that begin like it; where
         drafts are read in another way than prompts, of its `prompt` tokens alone."""
         if self.prefixes is not None:
             count = len(text) if self.alike else prompt // self.grain * self.grain
-            self.prefixes.keep(text[:count], row)
+            self.prefixes.keep(text[:count], row, owner)
 
     def padded(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
         """[b, width] tokens, ABSENT after the shorter texts."""
         lines = [[*text, *[ABSENT] * (width - len(text))] for text in texts]
         return torch.tensor(lines, device=self.target.device)
 
-    def _unread(self, prompt: Sequence[int]) -> int:
+    def _unread(self, prompt: Sequence[int], owner: int) -> int:
         """How many tokens of a prompt must be read."""
         if self.prefixes is None or len(prompt) <= SHORT:
             return len(prompt)
-        return len(prompt) - self.prefixes.length(prompt, self.grain)
+        return len(prompt) - self.prefixes.length(prompt, self.grain, owner)
 
 
 class Prefill:
@@ -99,6 +101,7 @@ class Prefill:
         self.prompts, self.groups = prompts, groups
         self.texts = [samples[0].prompt for samples in groups]
         self.sources = [samples[0].source for samples in groups]
+        self.owners, self.apart = [samples[0].owner for samples in groups], first is None
         self.prompt_cache, self.commits, self.start = prompts.prompt_cache, list[Commit](), 0
         if first is None:
             capacity = prompts.shapes.capacity(len(self.texts[0]))
@@ -114,12 +117,15 @@ class Prefill:
         self.known = [self._reuse(place) for place in range(len(groups))]
         self.rests = [text[known:] for text, known in zip(self.texts, self.known, strict=True)]
 
-    def read(self) -> bool:
-        """Read the next chunk; whether it was the last."""
+    def read(self, limit: int | None = None) -> bool:
+        """Read the next chunk; whether it was the last.
+
+        limit: the most tokens of it. It counts only where the size of a chunk changes no bits."""
         shapes, target, longest = self.prompts.shapes, self.prompts.target, self._longest
         reach = max(self.known) + self.start
         self.view.bound(self.prompts.cache.capacity if shapes.closed else reach)
-        width = min(shapes.chunk(longest - self.start), self.prompts.chunk)
+        most = self.prompts.chunk if limit is None else min(limit, self.prompts.chunk)
+        width = min(shapes.chunk(longest - self.start), most)
         texts = [rest[self.start : self.start + width] for rest in self.rests]
         tree, self.start = TokenTree.chain(self.prompts.padded(texts, width)), self.start + width
         finished, layers = self.start >= longest, self.prompts.drafter.hidden_layers
@@ -127,7 +133,8 @@ class Prefill:
         reading = target.read(tree, self.view, last_only=alone, hidden_layers=layers)
         self._commit(tree, reading, [len(text) for text in texts])
         if finished and longest > SHORT:
-            self.prompts.remember(self.view, self.texts[0], len(self.texts[0]))
+            text = self.texts[0]
+            self.prompts.remember(self.view, text, len(text), self.owners[0])
         return finished
 
     def join(self, first: int) -> Tensor:
@@ -136,8 +143,10 @@ class Prefill:
         cache, drafter = self.prompts.cache, self.prompts.drafter
         if self.prompt_cache is not None:
             cache.take(torch.tensor([first], device=cache.lengths.device), self.prompt_cache)
+        rows = range(first, first + len(self.texts))
+        drafter.assign_owners(rows, self.owners)
         if self.prompts.target.encodes:
-            drafter.begin(range(first, first + len(self.texts)), self.sources)
+            drafter.begin(rows, self.sources)
         for commit in sorted(self.commits, key=lambda commit: commit.rows[0]):      # row by row
             drafter.observe(replace(commit, rows=[first + commit.rows[0]]))
         return self.logits
@@ -152,7 +161,8 @@ class Prefill:
         prefixes, text = self.prompts.prefixes, self.texts[place]
         if prefixes is None:
             return 0
-        known = prefixes.reuse(text, self.view.rows(place, place + 1), self.prompts.grain)
+        view, owner = self.view.rows(place, place + 1), self.owners[place]
+        known = prefixes.reuse(text, view, self.prompts.grain, owner)
         if known:
             target, layers = self.prompts.target, len(self.prompts.drafter.hidden_layers)
             nothing = torch.zeros(1, 1, 1, 1, dtype=target.dtype, device=target.device)

@@ -17,11 +17,12 @@ LEAST = 16
 
 
 class Known(NamedTuple):
-    """A text, and what each layer stores of it: [1, heads, tokens, ...] each."""
+    """An owner's text, and what each layer stores of it: [1, heads, tokens, ...] each."""
 
     tokens: npt.NDArray[np.int64]
     stores: list[Tensor]
     nbytes: int
+    owner: int
 
     def common(self, text: npt.NDArray[np.int64]) -> int:
         """How many first tokens it shares with a text."""
@@ -33,7 +34,8 @@ class Known(NamedTuple):
 class PrefixCache:
     """Texts in at most `limit` bytes; those not used for longest go first.
 
-    It belongs to one model with its present weights: `belong_to` forgets those of any other.
+    It belongs to one model with its present weights: `belong_to` forgets those of any other. A text
+    serves the prompts of its owner alone.
     """
 
     def __init__(self, limit: int) -> None:
@@ -52,10 +54,10 @@ class PrefixCache:
             self._owner = weights
             self.known.clear()
 
-    def reuse(self, prompt: Sequence[int], row: KVCache, grain: int) -> int:
+    def reuse(self, prompt: Sequence[int], row: KVCache, grain: int, owner: int = 0) -> int:
         """Put the longest known beginning of a prompt, a multiple of `grain`, into the one row of a
         cache; return its length. The last token is never known: it must be read."""
-        best, count = self._best(prompt, grain)
+        best, count = self._best(prompt, grain, owner)
         if count:
             entry = self.known.pop(best)
             self.known.append(entry)
@@ -65,14 +67,14 @@ class PrefixCache:
             self.hits, self.reused = self.hits + 1, self.reused + count
         return count
 
-    def length(self, prompt: Sequence[int], grain: int) -> int:
+    def length(self, prompt: Sequence[int], grain: int, owner: int = 0) -> int:
         """How much of a prompt `reuse` would put in place."""
-        return self._best(prompt, grain)[1]
+        return self._best(prompt, grain, owner)[1]
 
-    def keep(self, tokens: Sequence[int], row: KVCache) -> None:
+    def keep(self, tokens: Sequence[int], row: KVCache, owner: int = 0) -> None:
         """Remember a text whose keys and values are in the one row of a cache, if it fits."""
         text, count = np.array(tokens), len(tokens)
-        shared = [entry.common(text) for entry in self.known]
+        shared = [entry.common(text) if entry.owner == owner else -1 for entry in self.known]
         each = sum(store.stride(2) * store.shape[1] * store.element_size() for store in row.tensors)
         nbytes = (each + text.itemsize) * count
         if count < LEAST or count in shared or nbytes > self.limit:
@@ -80,14 +82,15 @@ class PrefixCache:
         self.known = [entry for entry, common in zip(self.known, shared, strict=True)
                       if common < len(entry.tokens)]          # others begin it, and say no more
         copies = [store[:, :, :count].clone() for store in row.tensors]
-        self.known.append(Known(text, copies, nbytes))
+        self.known.append(Known(text, copies, nbytes, owner))
         while self.nbytes > self.limit:
             self.known.pop(0)
 
-    def _best(self, prompt: Sequence[int], grain: int) -> tuple[int, int]:
-        """Which text begins most like a prompt, and how much of that is of use."""
+    def _best(self, prompt: Sequence[int], grain: int, owner: int) -> tuple[int, int]:
+        """Which text of an owner begins most like a prompt, and how much of that is of use."""
         text = np.array(prompt[:-1])
-        shared = [(entry.common(text), place) for place, entry in enumerate(self.known)]
+        shared = [(entry.common(text), place) for place, entry in enumerate(self.known)
+                  if entry.owner == owner]
         count, best = max(shared, default=(0, 0))
         count -= count % grain
         return best, count if count >= LEAST else 0

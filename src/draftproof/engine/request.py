@@ -85,6 +85,7 @@ class Request:
         index: The place of the prompt among those of its call.
         on_update: Called with every update, in the thread that runs `step`.
         draft_trees: Whether updates show what was drafted.
+        priority: Of those that wait, lower ones join first; equals in the order of arrival.
         status: Where it stands.
         arrival: When it was made, by `time.perf_counter`.
     """
@@ -94,6 +95,7 @@ class Request:
     index: int = 0
     on_update: Callable[[Update], None] | None = None
     draft_trees: bool = False
+    priority: int = 0
     status: Status = Status.WAITING
     arrival: float = field(default_factory=time.perf_counter)
 
@@ -106,6 +108,16 @@ class Request:
     def prompt(self) -> Sequence[int]:
         """Token ids of the prompt."""
         return self.sequences[0].prompt
+
+    @property
+    def owner(self) -> int:
+        """Whose texts it may learn from, and teaches."""
+        return self.sequences[0].owner
+
+    @owner.setter
+    def owner(self, owner: int) -> None:
+        for sequence in self.sequences:
+            sequence.owner = owner
 
     @property
     def sampling(self) -> Sampling:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from threading import Lock
 
 from draftproof.core.tree import TokenTree
 from draftproof.engine.decoder import Decoder
@@ -45,6 +46,7 @@ class Scheduler:
         self.interleave, self.lock = interleave, lock or nullcontext()
         self.stats = RoundStats() if stats is None else stats
         self.waiting: deque[Request] = deque()
+        self._queue = Lock()                        # held while `waiting` changes
         self.running: list[Request] = []            # prefilling ones included
         self.decoder: Decoder | None = None
         self._aborted: deque[Request] = deque()
@@ -64,7 +66,11 @@ class Scheduler:
         """
         if len(request.sequences) > self.rows:
             raise BadInput(f"n was {len(request.sequences)}; at most {self.rows} samples run here")
-        self.waiting.append(request)
+        with self._queue:
+            place = len(self.waiting)
+            while place and self.waiting[place - 1].priority > request.priority:
+                place -= 1
+            self.waiting.insert(place, request)
         return request
 
     def abort(self, request: Request) -> None:
@@ -101,8 +107,9 @@ class Scheduler:
         Returns:
             The last update of each sequence.
         """
-        if not self.running and self.waiting:                       # there was no room for it
-            self.running.append(self.waiting.popleft())
+        with self._queue:
+            if not self.running and self.waiting:                   # there was no room for it
+                self.running.append(self.waiting.popleft())
         if not isinstance(error, DraftproofError):
             why = " ".join(str(error).split())[:200]
             error = Unavailable(f"the round failed: {why}", 500)
@@ -139,9 +146,10 @@ class Scheduler:
         """End what was aborted."""
         while self._aborted:
             request = self._aborted.popleft()
-            if request in self.waiting:
-                self.waiting.remove(request)
-                self.running.append(request)                        # for its last update
+            with self._queue:
+                if request in self.waiting:
+                    self.waiting.remove(request)
+                    self.running.append(request)                    # for its last update
             if not request.finished:
                 request.status = Status.ABORTED
                 for sequence in request.sequences:
@@ -160,7 +168,8 @@ class Scheduler:
         """Take from those that wait who joins now; of long prompts one is read at a time."""
         if not self._may_move:
             return []
-        waiting, fitting = tuple(self.waiting), list[Request]()
+        with self._queue:
+            waiting, fitting = tuple(self.waiting), list[Request]()
         free = self.rows - len(_unfinished(self.running))
         if not free or not self._makes_room(waiting[0]):
             return []
@@ -170,12 +179,15 @@ class Scheduler:
             if free < 0 or request.max_length > self.length:
                 break
             fitting.append(request)
-        count = self.decoder.prompts.admissible([request.prompt for request in fitting])
-        if count == 1 and self._prefill and self.decoder.prompts.is_long(fitting[0].prompt):
+        prompts = self.decoder.prompts
+        owners = [request.owner for request in fitting]
+        count = prompts.admissible([request.prompt for request in fitting], owners)
+        if count == 1 and self._prefill and prompts.is_long(fitting[0].prompt, owners[0]):
             return []
-        for request in fitting[:count]:
-            request.status = Status.PREFILLING
-            self.waiting.popleft()
+        with self._queue:
+            for request in fitting[:count]:
+                request.status = Status.PREFILLING
+                self.waiting.remove(request)
         self._set_running([*self.running, *fitting[:count]])
         return fitting[:count]
 
@@ -198,7 +210,9 @@ class Scheduler:
         too."""
         decoder = self.decoder
         assert decoder is not None
-        if len(joining) == 1 and decoder.prompts.is_long(joining[0].prompt):
+        if len(joining) == 1 and decoder.prompts.is_long(
+            joining[0].prompt, joining[0].owner
+        ):
             request = joining.pop()
             prefill = decoder.prefill([request.sequences], elsewhere=self.interleave)
             self._prefill = request, prefill

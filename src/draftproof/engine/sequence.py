@@ -19,8 +19,11 @@ from draftproof.tokenizer.codec import TextStream
 class SequenceState:
     """A row: `prompt` tokens, sampling parameters, at most `limit` new tokens.
 
-    source: what the encoder of an encoder-decoder reads of it. began: the clock when it began.
+    source: what the encoder of an encoder-decoder reads of it. owner: whose text it is; what it
+    teaches (drafts, known beginnings) serves rows of the same owner alone; 0 is everybody. began:
+    the clock when it began.
     reported: tokens that updates have told; reported_at: when the last did, 0 before the first.
+    stop_string: the one that ended the text, if one did.
     Tokens are taken one at a time: where the text ends does not depend on how many came in a round.
     """
 
@@ -35,11 +38,13 @@ class SequenceState:
     finish_reason: str | None = None
     error: DraftproofError | None = None
     source: Any = None
+    owner: int = 0
     stats: RoundStats = field(default_factory=RoundStats)
     began: dict[str, float] = field(default_factory=dict)
     reported: int = 0
     reported_at: float = 0.0
     is_reported: bool = False
+    stop_string: str | None = None
     _pieces: list[tuple[str, str]] = field(default_factory=list)
     # may begin a stop string; special tokens, which are not shown, among them: the last says so
     _held: list[tuple[str, str, bool]] = field(default_factory=list)
@@ -108,6 +113,8 @@ class SequenceState:
         held = "".join(text for text, _, _ in self._held)
         place = stops.find(held)
         if place is not None:
+            self.stop_string = next(stop for stop in self.params.sampling.stop
+                                    if held.startswith(stop, place))
             self._release(place)
             self._held.clear()
             self.finish_reason = "stop"

@@ -10,18 +10,19 @@ void draftproof_likeliest(const int64_t *pool /* [rows, size] */,
         grow_tree(pool + r * size, above + r * size, odds + r * size, size, APART, out, r);
 }
 
-/* Of pairs of tokens, and of tokens alone, the `best` likeliest successors. As in
- * drafters/token_recycling.py. */
+/* Of pairs of tokens, and of tokens alone, the `best` likeliest successors, each of an
+ * owner's text. As in drafters/token_recycling.py. */
 typedef struct {
     int32_t *tags /* [2 * slots] */, *tokens /* [2 * slots, best] */;
+    int64_t *owners /* [2 * slots] */;
     float *odds /* [2 * slots, best] */;
     int64_t best, slots, shift, token, before, absent;
 } Table;
 
-/* Where a token belongs, behind another or alone, and its tag. */
-static inline int64_t placed(const Table *table, int64_t before, int64_t token, int alone,
-        int32_t *tag) {
-    uint32_t key = ((uint32_t)token + 2) * (uint32_t)table->token;
+/* Where a token of an owner's text belongs, after another or alone, and its tag. */
+static inline int64_t placed(const Table *table, int64_t before, int64_t token, int64_t owner,
+        int alone, int32_t *tag) {
+    uint32_t key = ((uint32_t)token + 2) * (uint32_t)table->token + (uint32_t)owner;
     if (!alone) key += ((uint32_t)before + 2) * (uint32_t)table->before;
     *tag = (int32_t)(key | 1);
     return (((int32_t)key >> table->shift) & (table->slots - 1)) + (alone ? table->slots : 0);
@@ -31,7 +32,7 @@ static inline int64_t placed(const Table *table, int64_t before, int64_t token, 
  * no more than it has room for, and their logits. The tokens before the roots are `last`. */
 void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, nodes] */,
         const int64_t *parents /* [rows, nodes] */, const int64_t *last /* [rows] */,
-        const int64_t *best /* [rows, nodes, count] */,
+        const int64_t *owners /* [rows] */, const int64_t *best /* [rows, nodes, count] */,
         const float *logits /* [rows, nodes, count] */, int64_t rows, int64_t nodes,
         int64_t count) {
     for (int64_t i = 0; i < rows * nodes; i++) {
@@ -44,8 +45,8 @@ void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, node
         for (int64_t k = 0; k < count; k++) sum += odds[k] = expf(said[k] - most);
         for (int alone = before == table->absent; alone < 2 && token != table->absent; alone++) {
             int32_t tag;
-            int64_t place = placed(table, before, token, alone, &tag);
-            table->tags[place] = tag;
+            int64_t place = placed(table, before, token, owners[r], alone, &tag);
+            table->tags[place] = tag, table->owners[place] = owners[r];
             for (int64_t k = 0; k < count && k < table->best; k++) {
                 table->tokens[place * table->best + k] = (int32_t)best[i * count + k];
                 /* NaN is not */
@@ -58,8 +59,8 @@ void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, node
 /* Trees of what is known to follow each root: of each level the `width` likeliest nodes are
  * followed, the root by all that is known, others by `fan` tokens, down to `depth`. */
 void draftproof_likely_successors(const Table *table, const Texts *texts,
-        const int64_t *last /* [texts->rows] */, int64_t width, int64_t fan, int64_t depth,
-        TreeOutput *out /* [texts->rows] */) {
+        const int64_t *last /* [texts->rows] */, const int64_t *owners /* [texts->rows] */,
+        int64_t width, int64_t fan, int64_t depth, TreeOutput *out /* [texts->rows] */) {
     int64_t most = 1 + table->best + width * fan * depth, pool[most], above[most];
     float odds[most];
     Scored best[width];
@@ -76,8 +77,8 @@ void draftproof_likely_successors(const Table *table, const Texts *texts,
                         = above[node] < 0 ? last[r] : pool[above[node]];
                 for (int alone = 0; alone < 2; alone++) {
                     int32_t tag;
-                    int64_t place = placed(table, before, pool[node], alone, &tag);
-                    if (table->tags[place] != tag) continue;
+                    int64_t place = placed(table, before, pool[node], owners[r], alone, &tag);
+                    if (table->tags[place] != tag || table->owners[place] != owners[r]) continue;
                     for (int64_t k = 0; k < (d ? fan : table->best); k++) {
                         pool[to] = table->tokens[place * table->best + k], above[to] = node;
                         odds[to++] = best[w].score * table->odds[place * table->best + k];

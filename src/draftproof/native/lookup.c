@@ -64,10 +64,11 @@ void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shorte
 }
 
 /* Text, and by a hash of each context of `sizes` tokens, CONTEXT at most, the successors seen, on
- * `ways` each: a tag, the last place, how often. weights make slots and tags of contexts. The last
- * token of the text, and the last entry, are for nothing. As in drafters/suffix.py. */
+ * `ways` each: a tag, the last place, how often. weights make slots and tags of contexts. Each token
+ * of the text has an owner, and is drafted for the owner's texts alone. The last token, and the last
+ * entry, are for nothing. As in drafters/suffix.py. */
 typedef struct {
-    int64_t *text /* [room] */, *places /* [slots, ways] */;
+    int64_t *text /* [room] */, *places /* [slots, ways] */, *owners /* [room] */;
     int32_t *tags /* [slots, ways] */;
     float *counts /* [slots, ways] */;
     const int32_t *weights /* [2, count, 16] */;
@@ -75,14 +76,15 @@ typedef struct {
     int64_t room, count, ways, slots, shift, follow, scatter, absent;
 } Index;
 
-/* The first entry of each context that ends a text, and what the tag of a successor is counted
- * from, [count] both. */
-static void hashed(const Index *index, const int64_t *context, int64_t *entries, uint32_t *tags) {
+/* The first entry of each context that ends a text of an owner, and what the tag of a successor is
+ * counted from, [count] both. */
+static void hashed(const Index *index, const int64_t *context, int64_t owner, int64_t *entries,
+        uint32_t *tags) {
     uint32_t tokens[CONTEXT];
     for (int l = 0; l < CONTEXT; l++) tokens[l] = (uint32_t)context[l] + 1;
     for (int64_t o = 0; o < 2 * index->count; o++) {
         const uint32_t *weights = (const uint32_t *)index->weights + o * CONTEXT;
-        uint32_t key = 0;
+        uint32_t key = (uint32_t)(o >= index->count ? owner >> 32 : owner);
         for (int l = 0; l < CONTEXT; l++) key += weights[l] * tokens[l];
         if (o >= index->count) tags[o - index->count] = key;
         else entries[o] = (((int32_t)key >> index->shift) & (index->slots - 1)) * index->ways;
@@ -96,8 +98,9 @@ static inline int32_t tagged(const Index *index, uint32_t tag, int64_t token) {
 /* Write counts[row] tokens behind `ends`, each behind its contexts; tails are the text before them.
  * Ends and tails move on. */
 void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
-        int64_t *ends /* [rows] */, const int64_t *tokens /* [rows, width] */,
-        const int64_t *counts /* [rows] */, int64_t rows, int64_t width) {
+        int64_t *ends /* [rows] */, const int64_t *owners /* [rows] */,
+        const int64_t *tokens /* [rows, width] */, const int64_t *counts /* [rows] */,
+        int64_t rows, int64_t width) {
     for (int64_t r = 0; r < rows; r++) {
         int64_t *tail = tails + r * CONTEXT, entries[index->count];
         uint32_t tags[index->count];
@@ -107,8 +110,8 @@ void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
             int64_t token = tokens[r * width + d], place = ends[r]++;
             int64_t way = ((int32_t)(((uint32_t)token + 1)
                     * (uint32_t)index->scatter) >> 30) & (index->ways - 1);
-            index->text[place] = token;
-            hashed(index, tail, entries, tags);
+            index->text[place] = token, index->owners[place] = owners[r];
+            hashed(index, tail, owners[r], entries, tags);
             for (int64_t o = 0; o < index->count; o++) {
                 if (tail[CONTEXT - index->sizes[o]] == index->absent) continue;
                 int64_t entry = entries[o] + way;
@@ -127,21 +130,23 @@ void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
  * and ends there. An occurrence in its own lane counts for `own` more. */
 void draftproof_continue_text(const Index *index, const Texts *texts,
         const int64_t *tails /* [texts->rows, 16] */, const int64_t *begins /* [texts->rows] */,
-        const int64_t *ends /* [texts->rows] */, float own, int64_t paths, int64_t steps,
-        TreeOutput *out /* [texts->rows] */) {
+        const int64_t *ends /* [texts->rows] */, const int64_t *owners /* [texts->rows] */,
+        float own, int64_t paths, int64_t steps, TreeOutput *out /* [texts->rows] */) {
     int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways],
             entries[index->count], context[CONTEXT];
     uint32_t tags[index->count];
     float odds[paths * each];
     Scored best[paths];
     for (int64_t r = 0; r < texts->rows; r++)
-        if (ends[r] >= 0 && ends[r] < index->room) index->text[ends[r]]
-                = texts->tokens[r * texts->room + root_at(texts, r)];
+        if (ends[r] >= 0 && ends[r] < index->room) {
+            index->text[ends[r]] = texts->tokens[r * texts->room + root_at(texts, r)];
+            index->owners[ends[r]] = owners[r];
+        }
     for (int64_t r = 0; r < texts->rows; r++) {
         int64_t root = texts->tokens[r * texts->room + root_at(texts, r)];
         memcpy(context, tails + r * CONTEXT + 1, (CONTEXT - 1) * sizeof *context);
         context[CONTEXT - 1] = root;
-        hashed(index, context, entries, tags);
+        hashed(index, context, owners[r], entries, tags);
         for (int64_t w = 0; w < paths; w++) best[w] = (Scored){0, -1};
         float left = 1;
         for (int64_t o = 0; o < index->count; o++) {
@@ -151,7 +156,7 @@ void draftproof_continue_text(const Index *index, const Texts *texts,
                 int64_t entry = entries[o] + w,
                         place = places[o * index->ways + w] = index->places[entry],
                         token = index->text[place];
-                int alive = token != index->absent
+                int alive = token != index->absent && index->owners[place] == owners[r]
                         && index->tags[entry] == tagged(index, tags[o], token);
                 seen[w] = alive ? index->counts[entry]
                         + (place >= begins[r] && place <= ends[r] ? own : 0) : 0;
@@ -173,7 +178,9 @@ void draftproof_continue_text(const Index *index, const Texts *texts,
             pool[at] = root, odds[at] = 1;
             for (int64_t k = 0; k < steps; k++) {
                 int64_t place = start + (circle ? k % circle : k);
-                pool[at + k + 1] = index->text[place < index->room ? place : index->room - 1];
+                place = place < index->room ? place : index->room - 1;
+                pool[at + k + 1] = index->owners[place] == owners[r] ? index->text[place]
+                        : index->absent;
                 chance *= pool[at + k + 1] == index->absent ? 0 : k ? lasting(match, k) : 1;
                 odds[at + k + 1] = chance;
             }
