@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from asking import KEY
+from asking import KEY, OTHER_KEY
 
 import draftproof as dp
 from draftproof.engine.prefix_cache import PrefixCache
@@ -26,7 +26,7 @@ def server() -> Iterator[Any]:
     engine = dp.load("demo", assistant_model="demo-draft", budget=4)
     engine.prefixes = PrefixCache(8 << 20)
     made: Any = Server(engine, "demo", rows=4, queue=40, length=256, price=1.0,
-                       access=Access([KEY], origins=["https://chat.example"]))
+                       access=Access([KEY, OTHER_KEY], origins=["https://chat.example"]))
     listener = uvicorn.Server(uvicorn.Config(made.app(), port=0, log_level="error"))
     thread = threading.Thread(target=lambda: asyncio.run(listener.serve()))
     thread.start()

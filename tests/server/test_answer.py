@@ -11,6 +11,7 @@ import draftproof as dp
 from draftproof.engine.request import Request, Update
 from draftproof.server import schema
 from draftproof.server.answer import Answer
+from draftproof.server.hosted_model import Reading
 
 TEXT = "A 🦜 and 東京."
 
@@ -18,7 +19,8 @@ TEXT = "A 🦜 and 東京."
 def answer(server: Any, prompt: Any, chat: bool = False) -> Answer:
     body: Any = schema.Chat(messages=[]) if chat else schema.Completion(prompt="x")
     sampling = dp.Sampling(logprobs=True, top_logprobs=2)
-    return Answer(server.service, body, server.engine.requests.read(prompt, 8, sampling, 1))
+    requests = server.engine.requests.read(prompt, 8, sampling, 1)
+    return Answer(server.first, body, Reading(requests, []))
 
 
 def progress(tokens: list[int], others: list[int]) -> Update:

@@ -81,7 +81,7 @@ def test_neither_tokenizers_nor_grammars_are_kept_without_limit(grammars: Gramma
     for number in range(3 * KEPT):
         rule = made.lark(f'start: "a" "{number}"')
         rule.make(RuleRequest([1], 9, (0, number), torch.device("cpu")))
-        tables.append(made._tokenizer)
+        tables += made._tokenizers
         assert len(made._compiled) <= KEPT
     assert all(table is tables[0] for table in tables)
     assert made.lark('start: "a" "0"') and len(made._compiled) == KEPT

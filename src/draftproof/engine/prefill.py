@@ -5,7 +5,7 @@ Knows caches and drafters' memories; knows nothing of what is written after a pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch

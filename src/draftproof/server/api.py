@@ -1,14 +1,13 @@
-"""The OpenAI API over a scheduler: completions and chats, streamed or whole; models, tokens,
-health, metrics, and a page."""
+"""The routes: OpenAI's completions, chats and responses, Anthropic's messages, streamed or whole;
+models, tokens, health, metrics, and a page."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-import secrets
-import time
 from base64 import b64encode
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -20,31 +19,38 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Str
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
-from draftproof.engine.rows import messages_of, refuse_unrecognized, sampling_of
-from draftproof.errors import BadInput, ContextTooLong, Unavailable
-from draftproof.server import constraints, schema
+from draftproof.errors import BadInput
+from draftproof.server import schema
 from draftproof.server.access_log import ROWS, AccessLog
-from draftproof.server.answer import Answer, Service
-from draftproof.server.grammar import Grammars
-from draftproof.server.guard import LOOPBACK_ORIGIN, Access, Guard, Lifecycle
-from draftproof.server.metrics import Metrics
+from draftproof.server.answer import Answer
+from draftproof.server.base_answer import BaseAnswer
+from draftproof.server.guard import KEY, LOOPBACK_ORIGIN, Access, Guard, Lifecycle
+from draftproof.server.hosted_model import HostedModel, Limits, Reading
+from draftproof.server.messages_answer import MessagesAnswer
+from draftproof.server.messages_request import MessagesBody, TokensBody
+from draftproof.server.models import Models
+from draftproof.server.owners import Owners
 from draftproof.server.problems import HANDLED, refusal
 from draftproof.server.request_queue import RequestQueue
-from draftproof.server.tools import call_messages, call_rule, offered, show_marks
+from draftproof.server.response_store import ResponseStore
+from draftproof.server.responses_answer import ResponsesAnswer
+from draftproof.server.responses_request import ResponsesBody
+
+MakeAnswer = Callable[[HostedModel, Reading], BaseAnswer]
 
 
 class Server:
-    """An engine and what the API tells of it."""
+    """Models and what the API tells of them."""
 
     def __init__(
         self, engine: Engine, model: str, *, rows: int = 8, queue: int = 256, length: int = 4096,
         timeout: float | None = None, access: Access | None = None, price: float | None = None,
+        shared: bool = False, models: Models | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
-            engine: Writes the answers.
+            engine: Writes the answers of the first model.
             model: The name that clients use; errors name the model so, too.
             rows: Rows that run at a time.
             queue: Requests that may wait.
@@ -52,78 +58,141 @@ class Server:
             timeout: Seconds that a request may take, or None.
             access: Who may use it; None lets everybody.
             price: Of an hour of the machine, for the metrics.
+            shared: What one API key's texts taught serves all keys.
+            models: Further models; they have limits of their own.
         """
-        self.engine, self.model, self.created = engine, model, int(time.time())
         self.access, self.lifecycle = access or Access(), Lifecycle()
-        engine.target.name = model
-        if engine.codec is not None:
-            engine.codec.name = model
-        self.metrics = Metrics(model, price)
-        if engine.prefixes is not None:
-            self.metrics.watch("vllm:prefix_cache_hits_total", "Tokens of prompts not read.",
-                               lambda: engine.prefixes.reused if engine.prefixes else 0)
-        exact = engine.acceptance if engine.lossy is None else "match"
-        plain = Engine(engine.target, codec=engine.codec, acceptance=exact, shapes=engine.shapes)
-        plain.lock, plain.prefixes = engine.lock, engine.prefixes
-        self.queue = RequestQueue(engine, plain, self.metrics, rows=rows, limit=queue,
-                                  length=length)
-        self.grammars = Grammars(engine.codec, engine.target.vocab_size, engine.stop_tokens)
-        self.service = Service(self.queue, engine.codec, model, timeout)
-        self.sampling = default_sampling(engine)
+        self.models = models or Models(Limits(rows, queue, length, timeout), price=price)
+        self.models.first = model
+        self.models.host(model, engine)
+        self.owners, self.responses = Owners(shared), ResponseStore()
+
+    @property
+    def first(self) -> HostedModel:
+        """The model of requests that name none."""
+        return self.models.loaded[self.models.first]
+
+    @property
+    def service(self) -> HostedModel:
+        """The same, by its former name."""
+        return self.first
+
+    @property
+    def engine(self) -> Engine:
+        """Of the first model."""
+        return self.first.engine
+
+    @property
+    def model(self) -> str:
+        """The name of the first model."""
+        return self.models.first
+
+    @property
+    def queue(self) -> RequestQueue:
+        """Of the first model."""
+        return self.first.queue
 
     def app(self) -> FastAPI:
         """The routes, within the middleware that guards and logs them."""
         about = "Speculative decoding that changes no answer."
-        app = FastAPI(title="draftproof", description=about, docs_url=None, redoc_url=None)
+        app = FastAPI(title="draftproof", description=about, docs_url=None, redoc_url=None,
+                      lifespan=self._lifespan)
         # the last one added is the first one asked; HTTP middlewares would copy what is streamed
         app.add_middleware(Guard, access=self.access, lifecycle=self.lifecycle)
         app.add_middleware(
             CORSMiddleware, allow_origins=list(self.access.origins), allow_headers=["*"],
-            allow_origin_regex=LOOPBACK_ORIGIN, allow_methods=["GET", "HEAD", "POST"],
+            allow_origin_regex=LOOPBACK_ORIGIN, allow_methods=["GET", "HEAD", "POST", "DELETE"],
         )  # fmt: skip
         app.add_middleware(AccessLog)
         for kind in HANDLED:
             app.exception_handler(kind)(refusal)
         app.post("/v1/completions", response_model=None)(self.completions)
         app.post("/v1/chat/completions", response_model=None)(self.chat)
+        app.post("/v1/responses", response_model=None)(self.create_response)
+        app.delete("/v1/responses/{name}")(self.delete_response)
+        app.post("/v1/messages", response_model=None)(self.messages)
+        app.post("/v1/messages/count_tokens")(self.count_tokens)
         app.post("/v1/embeddings")(self.embeddings)
         app.post("/tokenize")(self.tokenize)
-        _readable(app, "/v1/models", self.models)
+        _readable(app, "/v1/responses/{name}", self.response)
+        _readable(app, "/v1/models", self.list_models)
         _readable(app, "/v1/models/{name:path}", self.named_model)
         _readable(app, "/health", self.health)
-        _readable(app, "/metrics", self.metrics.text, PlainTextResponse)
+        _readable(app, "/metrics", self.models.registry.text, PlainTextResponse)
         _readable(app, "/", self.page, HTMLResponse)
         return app
 
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.models.unload_idle())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
     async def completions(self, request: Request, body: schema.Completion) -> Response:
         """OpenAI's text completions."""
-        return await self._answer(request, body)
+        return await self._answer(
+            request, body, lambda hosted, reading: Answer(hosted, body, reading))
 
     async def chat(self, request: Request, body: schema.Chat) -> Response:
         """OpenAI's chat completions."""
-        return await self._answer(request, body)
+        return await self._answer(
+            request, body, lambda hosted, reading: Answer(hosted, body, reading))
 
-    def tokenize(self, body: schema.Completion | schema.Chat) -> dict[str, Any]:
+    async def messages(self, request: Request, body: MessagesBody) -> Response:
+        """Anthropic's messages."""
+        hosted = await self.models.get(body.model)
+        return await self._answer(
+            request, body.chat(hosted.marks is not None, hosted.engine.codec),
+            lambda hosted, reading: MessagesAnswer(hosted, body, reading))
+
+    async def create_response(self, request: Request, body: ResponsesBody) -> Response:
+        """OpenAI's responses."""
+        owner = self._owner(request, None)
+        earlier = self.responses.messages(owner, body.previous_response_id)
+        chat = body.chat(earlier)
+
+        def make(hosted: HostedModel, reading: Reading) -> BaseAnswer:
+            keep = self.responses.keeper(owner, chat.messages) if body.store is not False else None
+            return ResponsesAnswer(hosted, body, reading, keep)
+
+        return await self._answer(request, chat, make)
+
+    async def response(self, request: Request, name: str) -> dict[str, Any]:
+        """A response that is kept."""
+        return self.responses.get(self._owner(request, None), name)
+
+    async def delete_response(self, request: Request, name: str) -> dict[str, Any]:
+        """Forget a response."""
+        self.responses.delete(self._owner(request, None), name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    async def count_tokens(self, body: TokensBody) -> dict[str, int]:
+        """How many tokens a request of /v1/messages has."""
+        hosted = await self.models.get(body.model)
+        chat = body.chat(hosted.marks is not None, hosted.engine.codec)
+        reading = await run_in_threadpool(hosted.read, chat)
+        return {"input_tokens": len(reading.requests[0].prompt)}
+
+    async def tokenize(self, body: schema.Completion | schema.Chat) -> dict[str, Any]:
         """The token ids of a prompt, or of messages in the model's template."""
-        first, *others = self._read(body).requests
+        hosted = await self.models.get(body.model)
+        first, *others = (await run_in_threadpool(hosted.read, body)).requests
         if others:
             raise BadInput(f"{1 + len(others)} prompts were given; give one")
-        tokens, length = list(first.prompt), self.queue.length
+        tokens, length = list(first.prompt), hosted.queue.length
         return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
 
-    def models(self) -> dict[str, Any]:
-        """The one model, and the drafters that may write with it."""
-        about = {"id": self.model, "object": "model", "created": self.created,
-                 "owned_by": "draftproof", "max_model_len": self.queue.length,
-                 "drafter": self.engine.drafter.name, "drafters": list(self.queue.schedulers)}
-        return {"object": "list", "data": [about]}
+    def list_models(self) -> dict[str, Any]:
+        """The models, and the drafters that may write with those that are loaded."""
+        return {"object": "list", "data": [self._about(name) for name in self.models.names()]}
 
     def named_model(self, name: str) -> dict[str, Any]:
-        """The model of a name, if that is this one."""
-        self._must_be_here(name)
-        return dict(self.models()["data"][0])
+        """The model of a name."""
+        return self._about(self.models.check(name))
 
-    def embeddings(self) -> None:
+    async def embeddings(self) -> None:
         """OpenAI's embeddings, which a model that writes text has not."""
         raise BadInput(f"{self.model} writes text and makes no embeddings; ask another server")
 
@@ -141,63 +210,42 @@ class Server:
             "Referrer-Policy": "no-referrer",
         })  # fmt: skip
 
-    def _must_be_here(self, model: str | None) -> None:
-        if model not in (None, self.model):
-            why = f"there is no model {str(model)[:99]!r} here; this is {self.model}"
-            raise Unavailable(why, 404, "model_not_found")
+    def _about(self, name: str) -> dict[str, Any]:
+        hosted, source = self.models.loaded.get(name), self.models.sources.get(name)
+        drafts = "your texts" if self.access.keys and not self.owners.shared else "all texts"
+        return {
+            "id": name, "object": "model", "created": self.models.created,
+            "owned_by": "draftproof", "loaded": hosted is not None, "drafts_from": drafts,
+            **({"parent": source.parent} if source is not None and source.parent else {}),
+            **(hosted.about() if hosted is not None else {}),
+        }  # fmt: skip
 
-    def _too_long(self, tokens: int) -> ContextTooLong:
-        return ContextTooLong(
-            f"the prompt has {tokens} tokens; this server takes {self.queue.length} tokens of "
-            "prompt and answer together (--max-model-len)", tokens
-        )  # fmt: skip
+    def _owner(self, request: Request, salt: str | None) -> int:
+        return self.owners.number(request.scope.get(KEY) or "", salt or "")
+
+    def _read(self, body: schema.GenerationBody) -> Answer:
+        """An answer of the first model that has not been started, by the former name."""
+        return Answer(self.first, body, self.first.read(body))
 
     async def _answer(
-        self, request: Request, body: schema.Completion | schema.Chat
+        self, request: Request, body: schema.GenerationBody, make: MakeAnswer
     ) -> Response:
-        self._must_be_here(body.model)
-        answer = await run_in_threadpool(self._read, body)
-        request.scope[ROWS] = [pending.sequences for pending in answer.requests]
-        if (
-            longest := max(len(pending.prompt) for pending in answer.requests)
-        ) >= self.queue.length:
-            raise self._too_long(longest)
-        answer.start()
-        if body.stream:
+        hosted = await self.models.get(body.model)
+        hosted.readings += 1                                    # it is not unloaded meanwhile
+        try:
+            owner = self._owner(request, body.cache_salt)
+            reading = await run_in_threadpool(hosted.read, body, owner)
+            answer = make(hosted, reading)
+            request.scope[ROWS] = [each.sequences for each in answer.requests]
+            longest = max(len(each.prompt) for each in answer.requests)
+            if longest >= hosted.queue.length:
+                raise hosted.too_long(longest)
+            answer.start()
+        finally:
+            hosted.readings -= 1
+        if answer.stream:
             return StreamingResponse(answer.events(request), media_type="text/event-stream")
         return JSONResponse(await answer.whole(request))
-
-    def _read(self, body: schema.Completion | schema.Chat) -> Answer:
-        """A request's samples, checked; a grammar among their rules if it asks for one."""
-        (asked, rest), form = constraints.split(body.model_extra or {}), None
-        refuse_unrecognized(rest, self.engine.sampling)
-        sampling = sampling_of(self.sampling, rest)
-        if sampling.temperature and rest.get("seed") in (None, -1):  # another text each time
-            sampling = replace(sampling, seed=secrets.randbits(62))
-        rule = constraints.constraint(body.response_format, asked, self.grammars)
-        if isinstance(body, schema.Completion):
-            prompts: Any = body.prompt or ""
-        else:
-            prompts = messages_of(body.messages)
-            tools, form = offered(body, self.engine.codec)
-            options = body.template_options()
-            prompts = call_messages(prompts, form)
-            if (form is not None or options) and self.engine.codec is not None:
-                prompts = [self.engine.codec.encode_chat(prompts, tools or None, options)]
-            if form is not None:
-                rule = call_rule(body, form, self.grammars) or rule
-        sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
-        prompts, n = self.engine.requests.several(prompts), body.n or 1
-        self.queue.check(body.draftproof.drafter, len(prompts), n)
-        limited = sampling.max_new_tokens is not None or sampling.max_length is not None
-        limit = None if limited else self.queue.length
-        try:
-            requests = self.engine.read(prompts, max_new_tokens=limit, sampling=sampling, n=n)
-        except ContextTooLong as error:
-            raise self._too_long(error.tokens) from None
-        if form is not None and self.engine.codec is not None:
-            show_marks(requests, form, self.engine.codec)
-        return Answer(self.service, body, requests, form)
 
 
 def _readable(
@@ -206,14 +254,6 @@ def _readable(
     """A route for GET, and for HEAD, whose body is left out."""
     app.get(path, response_class=kind, response_model=None)(answer)
     app.head(path, response_class=kind, response_model=None, include_in_schema=False)(answer)
-
-
-def default_sampling(engine: Engine) -> Sampling:
-    """What a request that names no temperature gets: 1, as OpenAI's clients expect, unless the
-    model's own configuration says otherwise."""
-    config = getattr(engine.target.model, "generation_config", None)
-    says = engine.sampling.temperature > 0 or getattr(config, "do_sample", None) is False
-    return engine.sampling if says else replace(engine.sampling, temperature=1.0)
 
 
 @cache

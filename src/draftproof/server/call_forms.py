@@ -247,7 +247,7 @@ def _rendered(codec: Codec, tools: list[Any], count: int, as_text: bool) -> str 
     question, answer = {"role": "user", "content": "x"}, "probe answer"
     try:
         start = codec.chat_text([question], tools)
-        rendered = codec.chat_text(
+        answered = codec.chat_text(
             [question, {"role": "assistant", "content": answer}], tools, answer=False)
         full = codec.chat_text(
             [question, {"role": "assistant", "content": "", "tool_calls": calls}], tools,
@@ -256,7 +256,7 @@ def _rendered(codec: Codec, tools: list[Any], count: int, as_text: bool) -> str 
         return None
     same = next((place for place, (a, b) in enumerate(zip(start, full, strict=False)) if a != b),
                 min(len(start), len(full)))
-    ending = rendered.rpartition(answer)[2]
+    ending = answered.rpartition(answer)[2]
     written = full[same:].removesuffix(ending)
     for mark in ("</think>", "<|END_THINKING|>"):
         written = written.rpartition(mark)[2]

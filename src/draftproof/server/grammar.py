@@ -6,6 +6,7 @@ of its own path: the matcher is rolled back to where two paths part.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -41,8 +42,11 @@ class Grammars:
     """Compiles grammars for one tokenizer.
 
     The tokenizer's tables take about 80 MiB, so there is one set of them, with the model's own end
-    tokens; the end tokens of a request are handled by `GrammarProcessor`.
+    tokens; the end tokens of a request are handled by `GrammarProcessor`. A grammar that was
+    compiled for one owner is compiled again for another, who cannot tell that it was known.
     """
+
+    owner = 0
 
     def __init__(self, codec: Codec | None, vocab: int, ends: tuple[int, ...]) -> None:
         """
@@ -52,9 +56,15 @@ class Grammars:
             ends: Its own end tokens.
         """
         self.codec, self.vocab, self.ends = codec, vocab, ends
-        self._tokenizer: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._tokenizers = list[Any]()                              # one, when it is first needed
+        self._compiled: OrderedDict[tuple[int, str], Any] = OrderedDict()
         self._lock = Lock()
+
+    def of(self, owner: int) -> Grammars:
+        """These, as one owner of requests sees them."""
+        seen = copy.copy(self)
+        seen.owner = owner
+        return seen
 
     def response(self, asked: ResponseFormat | None) -> LogitsRule | None:
         """The rule of a request's `response_format`; None where any text will do."""
@@ -89,7 +99,7 @@ class Grammars:
 
     @property
     def _ends(self) -> list[int]:
-        return list(self._tokenizer.eos_tokens)
+        return list(self._tokenizers[0].eos_tokens)
 
     def _matcher(self, grammar: str) -> Any:
         """A matcher of its own, at the beginning of a text."""
@@ -110,18 +120,18 @@ class Grammars:
                 f"most {LONGEST:,}"
             )
         with self._lock:
-            if self._tokenizer is None:
+            if not self._tokenizers:
                 size = max(self.vocab, len(tokenizer))
                 full = getattr(tokenizer, "transformers", tokenizer)
-                self._tokenizer = from_tokenizer(full, size, list(self.ends) or None)
-            matcher = self._compiled.pop(grammar, None)
+                self._tokenizers.append(from_tokenizer(full, size, list(self.ends) or None))
+            matcher = self._compiled.pop((self.owner, grammar), None)
         if matcher is None:
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+            matcher = LLMatcher(self._tokenizers[0], grammar, log_level=0)
             if matcher.is_error():
                 reason = " ".join(matcher.get_error().split())
                 raise BadInput(f"the schema cannot be followed: {reason[:300]}")
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[self.owner, grammar] = matcher
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             return matcher.deep_copy()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import re
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ LARGEST_HEAD = 64 << 10
 OPEN = ("/", "/health")
 """Paths that need no API key."""
 SAFE = ("GET", "HEAD", "OPTIONS")
+KEY = "draftproof.key"
+"""Where the scope of a request has its API key; "" if none is needed."""
 LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Pages of this machine; they may use the server."""
 
@@ -52,11 +55,13 @@ class Access:
         keys: API keys; without any, everybody may.
         hosts: Names that the Host header may have besides those of this machine; None takes any.
         origins: Origins of web pages that may use it besides those of this machine; "*" is any.
+        most: Requests of one key that run or wait at a time; None sets no limit.
     """
 
     keys: Sequence[str] = ()
     hosts: Sequence[str] | None = None
     origins: Sequence[str] = ()
+    most: int | None = None
 
     def refuses(self, scope: Scope) -> tuple[str, int] | None:
         """Why a request is refused, and the HTTP status; None if it is not."""
@@ -68,7 +73,8 @@ class Access:
         if scope["method"] not in SAFE and origin is not None and not self._knows(origin, host):
             return (f"a page of {origin[:99]!r} may not use this server; start it with "
                     "--allowed-origins ORIGIN"), 403
-        if scope["method"] != "OPTIONS" and scope["path"] not in OPEN and not self._has_key(scope):
+        scope[KEY] = key = self._key(scope)
+        if scope["method"] != "OPTIONS" and scope["path"] not in OPEN and key is None:
             return "the API key is missing or wrong; send it as a bearer token", 401
         return None
 
@@ -83,10 +89,12 @@ class Access:
             return True
         return origin.partition("://")[2] == host != ""
 
-    def _has_key(self, scope: Scope) -> bool:
-        """Keys are compared as bytes, so that letters beyond ASCII may be sent as UTF-8."""
+    def _key(self, scope: Scope) -> str | None:
+        """Which of the keys was sent; "" if none is needed, None if none of them was.
+
+        Keys are compared as bytes, so that letters beyond ASCII may be sent as UTF-8."""
         if not self.keys:
-            return True
+            return ""
         sent = b""
         for name, value in scope["headers"]:
             scheme, _, credentials = value.partition(b" ")
@@ -94,8 +102,8 @@ class Access:
                 sent = credentials.strip()
             elif name == b"x-api-key":                              # Anthropic's clients
                 sent = value.strip()
-        matches = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
-        return any(matches)
+        matches = [key for key in self.keys if hmac.compare_digest(sent, key.encode())]
+        return matches[0] if matches else None
 
 
 class Guard:
@@ -103,6 +111,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, access: Access, lifecycle: Lifecycle) -> None:
         self.app, self.access, self.lifecycle = app, access, lifecycle
+        self._running = Counter[str]()                  # requests by key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,15 +121,29 @@ class Guard:
         head = sum(len(name) + len(value) for name, value in scope["headers"])
         if head + len(scope.get("raw_path") or b"") > LARGEST_HEAD:
             why = f"the headers have {head:,} bytes; this server reads at most {LARGEST_HEAD:,}"
-            await problem(why, 431, headers=close)(scope, receive, send)
+            await problem(why, 431, headers=close, path=scope["path"])(scope, receive, send)
         elif refused := self.access.refuses(scope):
-            await problem(*refused, headers=close)(scope, receive, send)
+            await problem(*refused, headers=close, path=scope["path"])(scope, receive, send)
         elif self.lifecycle.draining and scope["path"] != "/health":
-            await problem("the server is shutting down", 503)(scope, receive, send)
+            ending = problem("the server is shutting down", 503, path=scope["path"])
+            await ending(scope, receive, send)
         elif scope["method"] in SAFE:
             await self._run(scope, receive, send)
+        elif self._running[scope[KEY]] == self.access.most:
+            why = f"{self.access.most} requests of this key run already; wait until one has ended"
+            await problem(why, 429, headers=close, path=scope["path"])(scope, receive, send)
         else:
+            await self._count(scope, receive, send)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        key = scope[KEY]
+        self._running[key] += 1
+        try:
             await self._read_and_run(scope, receive, send)
+        finally:
+            self._running[key] -= 1
+            if not self._running[key]:
+                del self._running[key]
 
     async def _read_and_run(self, scope: Scope, receive: Receive, send: Send) -> None:
         size, body = Headers(scope=scope).get("content-length", ""), bytearray()
@@ -135,7 +158,8 @@ class Guard:
             more = message.get("more_body", False) and not too_large
         if too_large:
             why = f"the body is larger than the {LARGEST_BODY:,} bytes that this server reads"
-            await problem(why, 413, headers={"Connection": "close"})(scope, receive, send)
+            close = {"Connection": "close"}
+            await problem(why, 413, headers=close, path=scope["path"])(scope, receive, send)
             return
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
         del body

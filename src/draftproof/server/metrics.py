@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import prometheus_client as prometheus
 from prometheus_client import Counter, Gauge, Histogram
@@ -17,15 +18,52 @@ FINISHED = ("stop", "length")
 """Finish reasons of samples that were written to their end."""
 
 
+class Registry:
+    """The metrics of all models of a server."""
+
+    def __init__(self) -> None:
+        self.registry, self._families = prometheus.CollectorRegistry(), dict[str, Any]()
+
+    def counter(self, name: str, about: str, *labels: str) -> Counter:
+        """A counter, which all models share."""
+        family: Counter = self._family(Counter, name, about, labels)
+        return family
+
+    def histogram(self, name: str, about: str) -> Histogram:
+        """A histogram of seconds."""
+        family: Histogram = self._family(Histogram, name, about, (), buckets=SECONDS)
+        return family
+
+    def gauge(self, name: str, about: str) -> Gauge:
+        """A gauge."""
+        family: Gauge = self._family(Gauge, name, about, ())
+        return family
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return prometheus.generate_latest(self.registry)
+
+    def _family(self, kind: Any, name: str, about: str, labels: Any, **more: Any) -> Any:
+        if name not in self._families:
+            names = ("model_name", *labels)
+            self._families[name] = kind(name, about, names, registry=self.registry, **more)
+        return self._families[name]
+
+
 class Metrics:
-    """Counters and histograms of one server; gauges are added by `watch`.
+    """Counters and histograms of one model; gauges are added by `watch`."""
 
-    price: of an hour of the machine, in any currency.
-    """
-
-    def __init__(self, model: str, price: float | None = None) -> None:
-        self.registry, self.model = prometheus.CollectorRegistry(), model
-        self._started, self._written = time.time(), 0
+    def __init__(
+        self, model: str, price: float | None = None, registry: Registry | None = None
+    ) -> None:
+        """
+        Args:
+            model: What clients call the model.
+            price: Of an hour of the machine, in any currency.
+            registry: That of the server; None makes one.
+        """
+        self.registry, self.model = registry or Registry(), model
+        self._started, self._written, self._watched = time.time(), 0, list[Gauge]()
         spec, count, seconds = "vllm:spec_decode_num", self._counter, self._histogram
         self.drafts = count(f"{spec}_drafts", "Rounds in which something was drafted.")
         self.drafted = count(f"{spec}_draft_tokens", "Draft tokens verified.")
@@ -36,20 +74,25 @@ class Metrics:
         self.first_token = seconds("vllm:time_to_first_token", "From arrival to the first token.")
         self.between = seconds("vllm:inter_token_latency", "Per new token, between rounds' news.")
         self.latency = seconds("vllm:e2e_request_latency", "From arrival to the last token.")
-        labels, registry = ("model_name", "position"), self.registry
-        name = f"{spec}_accepted_tokens_per_pos"
-        self._at = Counter(name, "Accepted, by position.", labels, registry=registry)
-        labels = ("model_name", "finished_reason")
-        self._ended = Counter("vllm:request_success", "Ended, by reason.", labels,
-                              registry=registry)
+        self._at = self.registry.counter(
+            f"{spec}_accepted_tokens_per_pos", "Accepted, by position.", "position")
+        self._ended = self.registry.counter(
+            "vllm:request_success", "Ended, by reason.", "finished_reason")
         if price is not None:
             self.watch("draftproof:cost_per_million_tokens", "At the price given, since the start.",
                        lambda: price * self._hours_per_million())
 
     def watch(self, name: str, about: str, value: Callable[[], float]) -> None:
         """Tell a value that is asked for when it is wanted."""
-        gauge = Gauge(name, about, ("model_name",), registry=self.registry)
+        gauge = self.registry.gauge(name, about)
         gauge.labels(self.model).set_function(value)
+        self._watched.append(gauge)
+
+    def close(self) -> None:
+        """Tell no gauges any more: the model is unloaded. Counters keep their values."""
+        for gauge in self._watched:
+            gauge.remove(self.model)
+        self._watched.clear()
 
     def ended(self, done: Completion, seconds: float) -> None:
         """Count a sample that has ended.
@@ -74,16 +117,14 @@ class Metrics:
 
     def text(self) -> bytes:
         """The exposition format."""
-        return prometheus.generate_latest(self.registry)
+        return self.registry.text()
 
     def _hours_per_million(self) -> float:
         hours = (time.time() - self._started) / 3600
         return hours / self._written * 1e6 if self._written else 0.0
 
     def _counter(self, name: str, about: str) -> Counter:
-        return Counter(name, about, ("model_name",), registry=self.registry).labels(self.model)
+        return self.registry.counter(name, about).labels(self.model)
 
     def _histogram(self, name: str, about: str) -> Histogram:
-        made = Histogram(f"{name}_seconds", about, ("model_name",), registry=self.registry,
-                         buckets=SECONDS)
-        return made.labels(self.model)
+        return self.registry.histogram(f"{name}_seconds", about).labels(self.model)

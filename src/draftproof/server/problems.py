@@ -1,9 +1,10 @@
-"""Errors as OpenAI's clients read them."""
+"""Errors as the clients of OpenAI and of Anthropic read them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -15,13 +16,20 @@ from draftproof.errors import BadInput, DraftproofError
 CODES = {401: "invalid_api_key", 408: "request_timeout", 413: "request_too_large",
          429: "rate_limit_exceeded", 504: "timeout"}
 """Codes of errors that have none of their own, by HTTP status."""
+MESSAGES = "/v1/messages"
+"""Where errors have Anthropic's form."""
+ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+             404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+             503: "overloaded_error", 504: "timeout_error"}
+"""Anthropic's types of errors, by HTTP status; any other is an `api_error`."""
 HANDLED = (DraftproofError, RequestValidationError, HTTPException)
 """The exceptions that `refusal` answers."""
 
 
 def problem(
-    message: str, status: int, code: str | None = None, headers: Mapping[str, str] | None = None
-) -> JSONResponse:
+    message: str, status: int, code: str | None = None, headers: Mapping[str, str] | None = None,
+    *, path: str = "",
+) -> JSONResponse:  # fmt: skip
     """An error response.
 
     Args:
@@ -29,22 +37,37 @@ def problem(
         status: The HTTP status.
         code: What a program recognises the error by; None takes that of the status.
         headers: Further headers.
+        path: Of the request.
     """
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    text = message.encode(errors="replace").decode()
-    error = {"message": text, "type": kind, "param": None, "code": code or CODES.get(status)}
     retry = {"Retry-After": "1"} if status in (429, 503) else {}
-    return JSONResponse({"error": error}, status, {**retry, **(headers or {})})
+    body = error_body(message, status, code, path)
+    return JSONResponse(body, status, {**retry, **(headers or {})})
+
+
+def error_body(message: str, status: int, code: str | None = None, path: str = "") -> Any:
+    """An error as JSON; the arguments are those of `problem`."""
+    text = message.encode(errors="replace").decode()
+    if path.startswith(MESSAGES):
+        return {"type": "error", "error": {"type": ANTHROPIC.get(status, "api_error"),
+                                           "message": text}}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": text, "type": kind, "param": None,
+                      "code": code or CODES.get(status)}}
 
 
 async def refusal(request: Request, error: Exception) -> JSONResponse:
     """The response to a request that raised one of `HANDLED`."""
+    path = request.url.path
     if isinstance(error, RequestValidationError):
-        return problem(_misread(error), 400)
+        return problem(_misread(error), 400, path=path)
     if isinstance(error, HTTPException):
-        return problem(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
-    status = 400 if isinstance(error, BadInput) else getattr(error, "status", 500)
-    return problem(str(error), status, getattr(error, "code", None))
+        return problem(f"{request.method} {path}: {error.detail}", error.status_code, path=path)
+    return problem(str(error), status_of(error), getattr(error, "code", None), path=path)
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error."""
+    return 400 if isinstance(error, BadInput) else getattr(error, "status", 500)
 
 
 def _misread(error: RequestValidationError) -> str:
@@ -55,8 +78,6 @@ def _misread(error: RequestValidationError) -> str:
     if first["type"] == "json_invalid" or not where:
         why = first.get("ctx", {}).get("error", "an object, with Content-Type: application/json")
         return f"the body must be JSON: {why}"
-    if first["type"] == "extra_forbidden":
-        return f"Unrecognized request argument: {where}"
     if first["type"] == "extra_forbidden":
         return f"Unrecognized request argument: {where}"
     if first["type"] == "missing":

@@ -1,5 +1,5 @@
-"""The requests of a server: bounded, counted, and run by the engine's scheduler in a thread of
-its own."""
+"""The requests of a model: bounded, counted, and run by the engine's scheduler in the one thread
+that decodes for all models."""
 
 from __future__ import annotations
 
@@ -18,37 +18,62 @@ from draftproof.server.metrics import Metrics
 Listener = Callable[[Update], None]
 
 
-class RequestQueue:
-    """Runs requests as they come. The text of each is the one it has alone.
+class Worker:
+    """The thread that decodes, and how its news reach the event loop."""
 
-    Args:
-        engine: Runs them.
-        plain: The same target with nothing drafted, one sequence at a time, for requests that ask
-            for the drafter "none".
-        rows: Sequences that run side by side.
-        limit: Requests that may wait.
-        length: Tokens of prompt and text together.
-    """
+    def __init__(self) -> None:
+        self.background = Background(self._deliver)
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._news = list[tuple[Listener, Update]]()
+        release_workers()
+
+    def tell(self, listener: Listener, update: Update) -> None:
+        """Keep an update for the listener, which receives it after the step."""
+        self._news.append((listener, update))
+
+    def _deliver(self, updates: list[Update]) -> None:
+        """Once a step: whoever wakes the event loop gives it the processor."""
+        news, self._news = self._news, []
+
+        def tell() -> None:
+            for listener, update in news:
+                listener(update)
+
+        if news and self.loop is not None:
+            with contextlib.suppress(RuntimeError):             # the loop is closed: all are gone
+                self.loop.call_soon_threadsafe(tell)
+
+
+class RequestQueue:
+    """Runs requests as they come. The text of each is the one it has alone."""
 
     def __init__(
-        self, engine: Engine, plain: Engine, metrics: Metrics, *, rows: int, limit: int, length: int
-    ) -> None:
+        self, engine: Engine, plain: Engine, metrics: Metrics, worker: Worker, *, rows: int,
+        limit: int, length: int,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            engine: Runs the requests.
+            plain: The same target with nothing drafted, one sequence at a time, for requests that
+                ask for the drafter "none".
+            metrics: Count what is run.
+            worker: Decodes.
+            rows: Sequences that run side by side.
+            limit: Requests that may wait.
+            length: Tokens of prompt and text together.
+        """
         self.limit, self.length = limit, min(length, engine.target.context)
         self.schedulers = {
             "": engine.new_scheduler(rows, self.length, interleave=True),
             "none": plain.new_scheduler(1, self.length, interleave=True),
         }
-        self.background = Background(self._deliver)
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self._news = list[tuple[Listener, Update]]()
-        release_workers()
+        self.worker, self._metrics = worker, metrics
         metrics.watch("vllm:num_requests_running", "Requests that run.",
                       lambda: len(self.running))
         metrics.watch("vllm:num_requests_waiting", "Requests that wait.",
                       lambda: len(self.waiting))
         metrics.watch("vllm:kv_cache_usage_perc", "Share of the KV cache's positions in use.",
                       lambda: self._tokens_held() / (rows * self.length))
-        self._metrics = metrics
 
     @property
     def running(self) -> list[Request]:
@@ -98,21 +123,27 @@ class RequestQueue:
             raise Unavailable(f"{self.limit} requests wait already; try again later", 429)
         for sequence in request.sequences:
             sequence.limit = min(sequence.limit, self.length - size)
-        self.loop = asyncio.get_running_loop()
+        self.worker.loop = asyncio.get_running_loop()
         request.on_update = partial(self._note, listener, stream)
-        self.background.add(self.schedulers[drafter], request)
+        self.worker.background.add(self.schedulers[drafter], request)
         self._metrics.prompt_tokens.inc(size)
 
     def abort(self, request: Request, drafter: str = "") -> None:
         """End a request before the next step."""
         self.schedulers[drafter].abort(request)
 
+    def close(self) -> None:
+        """Run nothing any more, and let go of the engine."""
+        for scheduler in self.schedulers.values():
+            self.worker.background.remove(scheduler)
+            scheduler.close()
+
     def _tokens_held(self) -> int:
         return sum(len(sequence.prompt) + len(sequence.tokens)
                    for request in self.running for sequence in request.sequences)  # fmt: skip
 
     def _note(self, listener: Listener, stream: bool, update: Update) -> None:
-        """Count an update, in the thread that decodes, and keep it for `_deliver`."""
+        """Count an update, in the thread that decodes, and keep it for its listener."""
         if new := len(update.tokens):
             done = update.request.sequences[update.sample].reported
             first = done == new
@@ -121,18 +152,6 @@ class RequestQueue:
         if update.completion is not None:
             self._metrics.ended(update.completion, update.latency)
         if stream:
-            self._news.append((listener, update))
+            self.worker.tell(listener, update)
         elif update.completion is not None:
-            self._news.append((listener, update.complete()))
-
-    def _deliver(self, updates: list[Update]) -> None:
-        """Once a step: whoever wakes the event loop gives it the processor."""
-        news, self._news = self._news, []
-
-        def tell() -> None:
-            for listener, update in news:
-                listener(update)
-
-        if news and self.loop is not None:
-            with contextlib.suppress(RuntimeError):             # the loop is closed: all are gone
-                self.loop.call_soon_threadsafe(tell)
+            self.worker.tell(listener, update.complete())

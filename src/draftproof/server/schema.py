@@ -54,13 +54,18 @@ class Own(BaseModel):
 
 
 class GenerationBody(Body):
-    """What both kinds of requests may hold."""
+    """What both kinds of requests may hold.
+
+    priority: lower ones are taken first. cache_salt: nothing is shared with requests of another.
+    """
 
     model: str | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     draftproof: Own = Own()
 
 
@@ -81,6 +86,14 @@ class Chat(GenerationBody):
     documents: list[dict[str, Any]] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
+
+    @property
+    def splits_reasoning(self) -> bool:
+        """Whether reasoning is told apart from the answer."""
+        return self.separate_reasoning is not False and self.reasoning_format != "none"
 
     def template_options(self) -> dict[str, Any]:
         """What the chat template is to read besides messages and tools."""

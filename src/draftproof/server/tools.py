@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftproof.core.params import LogitsRule
-from draftproof.engine.request import Request
 from draftproof.errors import BadInput
 from draftproof.server.call_forms import (
     HERMES,
@@ -32,10 +31,10 @@ __all__ = [
     "MISTRAL",
     "CallReader",
     "Form",
+    "as_client",
     "call_messages",
     "call_rule",
     "offered",
-    "show_marks",
 ]
 
 
@@ -119,15 +118,6 @@ def call_messages(messages: list[dict[str, Any]], form: Form | None) -> list[dic
     return messages
 
 
-def show_marks(requests: Sequence[Request], form: Form, codec: Codec) -> None:
-    """Have texts show the special tokens that are marks of calls: others are left out."""
-    marks = "".join([form.begin, form.separator, form.between or "", form.end])
-    shown = {token: name for token, name in codec.special_tokens.items() if name in marks}
-    for request in requests if shown else ():
-        for sequence in request.sequences:
-            sequence.detokenizer = codec.marked_stream(request.prompt, shown)
-
-
 class CallReader:
     """Parts a text, as it comes, into what is said and the calls at its end.
 
@@ -139,7 +129,7 @@ class CallReader:
     """
 
     def __init__(self, form: Form, tools: Sequence[Tool] = ()) -> None:
-        self.form, self._written, self._held = form, "", ""
+        self.form, self._text, self._held = form, "", ""
         self._schemas = {tool.function.name: tool.function.parameters for tool in tools}
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
@@ -150,9 +140,9 @@ class CallReader:
         if last:
             place, calls = self._last_calls(place)
             cut = len(self._held[:place].rstrip()) if calls else len(self._held)
-        shown, self._held = self._held[:cut], self._held[cut:]
-        self._written += shown
-        return shown, [_as_client(index, call) for index, call in enumerate(calls)]
+        certain, self._held = self._held[:cut], self._held[cut:]
+        self._text += certain
+        return certain, [as_client(index, call) for index, call in enumerate(calls)]
 
     def _last_calls(self, place: int) -> tuple[int, list[Call]]:
         """Where the calls begin, and what they are. A mark may be quoted before them."""
@@ -171,7 +161,7 @@ class CallReader:
         text, begin = self._held, self.form.mark
         start = len(text) - len(text.lstrip())
         opening = {"json": ("{", "["), "python": ("[",)}.get(self.form.kind, ())
-        if not self._written.strip() and text[start : start + 1] in opening:  # some forget the mark
+        if not self._text.strip() and text[start : start + 1] in opening:   # some forget the mark
             return start
         sizes = range(len(begin) - 1, 0, -1)
         partial = next((size for size in sizes if text.endswith(begin[:size])), 0)
@@ -179,7 +169,7 @@ class CallReader:
         return whole if whole >= 0 else len(text) - partial
 
 
-def _as_client(index: int, call: Call) -> dict[str, Any]:
+def as_client(index: int, call: Call) -> dict[str, Any]:
     """A call as OpenAI's clients read it."""
     name, arguments = call
     text = json.dumps(arguments, ensure_ascii=False)

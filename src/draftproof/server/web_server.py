@@ -114,7 +114,7 @@ class WebServer(uvicorn.Server):
             drain_seconds: How long they may go on after the signal.
         """
         config = uvicorn.Config(
-            app, http=Connection, log_config=None, access_log=False, lifespan="off",
+            app, http=Connection, log_config=None, access_log=False, lifespan="on",
             server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )  # fmt: skip

@@ -1,0 +1,61 @@
+"""The longest gap between pieces of a stream while a long prompt arrives.
+
+python recipes/server/longest_gap.py MODEL [--prompt-tokens 4000] [--prefix-cache MiB]
+
+It drives the server's scheduler without HTTP: a text is written, and after 60 steps a prompt comes
+of which nothing is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import draftproof as dp
+from draftproof.engine.prefix_cache import PrefixCache
+
+TEXT = "The history of rivers and cities is long. " * 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--prompt-tokens", type=int, default=4000)
+    parser.add_argument("--prefix-cache", type=int, default=512)
+    parser.add_argument("--drafter")
+    args = parser.parse_args()
+    engine = dp.load(args.model, dtype="bfloat16", drafter=args.drafter)
+    engine.prefixes = PrefixCache(args.prefix_cache << 20)
+    tokens = min(args.prompt_tokens, engine.target.context - 600)
+    scheduler = engine.new_scheduler(8, tokens + 600, interleave=True)
+    sampling = dp.Sampling(temperature=0.8, seed=1, stop_tokens=())
+    (stream,) = engine.read([TEXT], max_new_tokens=4000, sampling=sampling)
+    numbers = [number * 7919 % (engine.target.vocab_size - 300) + 200 for number in range(tokens)]
+    (prompt,) = engine.read([numbers], max_new_tokens=2, sampling=dp.Sampling())
+    scheduler.add(stream)
+    gaps, last, arrived, steps, since = list[tuple[float, int]](), 0.0, 0.0, 0, 0
+    while since < 60 and not stream.finished:
+        updates = scheduler.step()
+        now, steps = time.perf_counter(), steps + 1
+        if any(update.request is stream for update in updates):
+            gaps += [(now - last, steps)] if last else []
+            last = now
+        if steps == 60:
+            scheduler.add(prompt)
+            arrived = now
+        if prompt.finished and not since:
+            print(f"the prompt of {tokens} tokens was read in {now - arrived:.1f} s")
+        since += prompt.finished
+    all_gaps = sorted(gaps, reverse=True)
+    median = statistics.median(seconds for seconds, _ in gaps)
+    before = statistics.median(seconds for seconds, step in gaps if step < 60)
+    print(f"{len(gaps)} gaps: median {1000 * median:.1f} ms, before the prompt "
+          f"{1000 * before:.1f} ms, longest {1000 * all_gaps[0][0]:.1f} ms = "
+          f"{all_gaps[0][0] / median:.1f} medians")
+    print("longest:", ", ".join(f"{1000 * seconds:.1f} ms at step {step}"
+                                for seconds, step in all_gaps[:6]))
+
+
+if __name__ == "__main__":
+    main()

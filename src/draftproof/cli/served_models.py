@@ -1,0 +1,82 @@
+"""The models that ``draftproof serve`` is given: what each is called, and how it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftproof.cli.setup import alone_engine, config_of
+from draftproof.errors import BadInput
+
+if TYPE_CHECKING:
+    from draftproof.engine.engine import Engine
+    from draftproof.model.adapters import MergedAdapter
+    from draftproof.server.models import Source
+
+ONLY_FIRST = ("assistant_model", "tokenizer")
+"""Options that fit one model: further ones are loaded without."""
+
+
+def sources_of(
+    model: str, name: str | None, also: Sequence[str], adapters: Sequence[str],
+    options: dict[str, Any], bf16: bool, cache: int,
+) -> dict[str, Source]:
+    """What can be loaded, by the names that clients use; the first serves those who name none.
+
+    Args:
+        model: A model, or a folder of models.
+        name: What clients call it.
+        also: Further models, each MODEL or NAME=MODEL.
+        adapters: LoRA adapters of the model, each FOLDER or NAME=FOLDER.
+        options: Of engines, as the command line has them.
+        bf16: Whether --bf16 was given.
+        cache: Bytes for beginnings of prompts, of each model.
+
+    Raises:
+        BadInput: Two have the same name, or an adapter is none.
+    """
+    from draftproof.model.adapters import MergedAdapter, models_in, weight_bytes
+    from draftproof.server.models import Source
+
+    first, *others = [*map(str, models_in(Path(model)))] or [model]
+    if others and (name or adapters):
+        raise BadInput(f"{model} is a folder of models; --served-model-name and --lora need one "
+                       "model")
+    pairs = [(name or _name_of(first), first), *((_name_of(other), other) for other in others),
+             *map(_named, also)]
+    sources = dict[str, Source]()
+    for place, (called, path) in enumerate(pairs):
+        fitting = {option: value for option, value in options.items()
+                   if place == 0 or option not in ONLY_FIRST}
+        config = config_of(path, fitting, bf16)
+        _put(sources, called, Source(partial(alone_engine, config, "serve", cache),
+                                   weight_bytes(path)))
+    for called, folder in map(_named, adapters):
+        merged = MergedAdapter(first, Path(folder))
+        load = partial(_adapted, merged, {"tokenizer": first, **options}, bf16, cache)
+        _put(sources, called, Source(load, merged.size, pairs[0][0]))
+    return sources
+
+
+def _adapted(merged: MergedAdapter, options: dict[str, Any], bf16: bool, cache: int) -> Engine:
+    return alone_engine(config_of(str(merged.folder()), options, bf16), "serve", cache)
+
+
+def _put(sources: dict[str, Source], name: str, source: Source) -> None:
+    if name in sources:
+        raise BadInput(f"two models are called {name!r}; name one of them otherwise: NAME={name}")
+    sources[name] = source
+
+
+def _named(argument: str) -> tuple[str, str]:
+    """A name and a path, of NAME=PATH or of a path."""
+    name, equals, path = argument.partition("=")
+    if equals and name and path and not Path(argument).exists():
+        return name, path
+    return _name_of(argument), argument
+
+
+def _name_of(model: str) -> str:
+    return Path(model).name.removesuffix(".gguf")

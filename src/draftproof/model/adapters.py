@@ -1,0 +1,86 @@
+"""LoRA adapters: folders of peft, merged into a copy of a model. Knows transformers and peft."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from draftproof.errors import BadInput, first_line
+from draftproof.model.loading import load_model, resolve
+
+ADAPTER = "adapter_config.json"
+"""The file by which a folder of peft's is known."""
+
+
+class MergedAdapter:
+    """A model with an adapter merged into its weights, in a folder that ends with this object.
+
+    A merged copy takes as much memory as its model, and runs as quickly.
+    """
+
+    def __init__(self, model: str | Path, adapter: Path) -> None:
+        """
+        Args:
+            model: A folder or a hub id.
+            adapter: A folder of peft's.
+
+        Raises:
+            BadInput: The folder is no adapter, or the model is a GGUF file.
+        """
+        self.model, self.adapter = model, adapter
+        self._folder: TemporaryDirectory[str] | None = None
+        if not (adapter / ADAPTER).is_file():
+            raise BadInput(f"{adapter} has no {ADAPTER}; give the folder of a LoRA adapter of peft")
+        if str(model).lower().endswith(".gguf"):
+            raise BadInput(f"an adapter was given for {model}, a GGUF file; give the folder of the "
+                           "model that it was trained for")
+
+    @property
+    def size(self) -> int:
+        """Bytes of the merged weights, about."""
+        return weight_bytes(self.model)
+
+    def folder(self) -> Path:
+        """The folder of the merged model, made when it is first asked for.
+
+        Raises:
+            BadInput: peft is not installed, or the adapter does not fit the model.
+        """
+        if self._folder is None:
+            try:
+                from peft import PeftModel
+            except ImportError:
+                raise BadInput("an adapter needs another package: pip install peft") from None
+            merged = TemporaryDirectory(prefix="draftproof-adapter-")
+            base = load_model(self.model)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    model = PeftModel.from_pretrained(base, str(self.adapter)).merge_and_unload()
+            except Exception as error:                  # whatever peft raises
+                merged.cleanup()
+                raise BadInput(f"the adapter {self.adapter} does not fit {self.model}: "
+                               f"{first_line(error)}") from error
+            model.save_pretrained(merged.name)
+            self._folder = merged
+        return Path(self._folder.name)
+
+
+def weight_bytes(model: str | Path) -> int:
+    """Bytes of a model's files of weights; 0 if it is not on this machine yet."""
+    place = Path(resolve(model))
+    if place.is_file():
+        return place.stat().st_size
+    if not place.is_dir():
+        return 0
+    return sum(file.stat().st_size for ending in ("*.safetensors", "*.bin", "*.gguf")
+               for file in place.glob(ending))
+
+
+def models_in(folder: Path) -> list[Path]:
+    """The models of a folder that is none itself: folders with a config.json, and GGUF files."""
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return []
+    return sorted(path for path in folder.iterdir()
+                  if (path / "config.json").is_file() or path.suffix.lower() == ".gguf")

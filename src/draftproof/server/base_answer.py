@@ -1,0 +1,159 @@
+"""The samples of a request of HTTP while they are written; each API tells of them in its form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import fastapi
+
+from draftproof.engine.engine import Completion
+from draftproof.engine.request import Request, Update
+from draftproof.errors import DraftproofError, Unavailable
+from draftproof.server.hosted_model import HostedModel, Reading
+from draftproof.server.output_reader import Output
+from draftproof.server.schema import Own
+
+
+class Piece(NamedTuple):
+    """What is new of a sample.
+
+    Attributes:
+        number: Its place among those of all prompts.
+        update: Of the scheduler.
+        output: The new text, taken apart.
+        finish_reason: Why it ended, as OpenAI says it; None while it goes on.
+    """
+
+    number: int
+    update: Update
+    output: Output
+    finish_reason: str | None
+
+
+class Usage(NamedTuple):
+    """Tokens of a request."""
+
+    prompt: int
+    new: int
+    reasoning: int
+    accepted: int
+    rejected: int
+
+
+class BaseAnswer(ABC):
+    """The samples of one or more requests, each of one prompt."""
+
+    def __init__(self, hosted: HostedModel, reading: Reading, stream: bool, options: Own) -> None:
+        """
+        Args:
+            hosted: The model that writes.
+            reading: The requests, and what takes their texts apart.
+            stream: Whether the client wants every update.
+            options: Those of draftproof itself.
+        """
+        self.hosted, self.stream, self.drafter = hosted, stream, options.drafter
+        self.created, self.begun = int(time.time()), time.perf_counter()
+        self.requests, self.readers = reading.requests, reading.readers
+        self.size = sum(len(request.sequences) for request in self.requests)
+        self.done, self.updates = list[Completion](), asyncio.Queue[Update]()
+        self._reasoned = 0                              # tokens
+
+    @property
+    def tickets(self) -> list[Request]:
+        """The requests, by their former name."""
+        return self.requests
+
+    @property
+    def codec(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self.hosted.engine.codec
+
+    def start(self) -> None:
+        """Queue every request, or none."""
+        try:
+            for request in self.requests:
+                put = self.updates.put_nowait
+                self.hosted.queue.submit(request, put, self.stream, self.drafter)
+        except DraftproofError:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Nobody listens any more: its rows are free before the next round."""
+        for request in self.requests:
+            self.hosted.queue.abort(request, self.drafter)
+
+    @abstractmethod
+    async def whole(self, request: fastapi.Request) -> dict[str, Any]:
+        """The answer in one piece."""
+
+    @abstractmethod
+    def events(self, request: fastapi.Request) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+
+    async def pieces(self, request: fastapi.Request) -> AsyncIterator[Piece]:
+        """What is new, until all samples are done or the client has left.
+
+        Raises:
+            Unavailable: A request failed or took too long.
+        """
+        async for index, update in self._progress(request):
+            yield self._taken_apart(index, update)
+
+    async def _progress(self, request: fastapi.Request) -> AsyncIterator[tuple[int, Update]]:
+        timeout = self.hosted.limits.timeout
+        try:
+            while len(self.done) < self.size:
+                if timeout is not None and time.perf_counter() - self.begun > timeout:
+                    raise Unavailable(f"the request took more than {timeout:g} seconds", 504)
+                try:
+                    update = await asyncio.wait_for(self.updates.get(), 0.5)
+                except TimeoutError:
+                    if await request.is_disconnected():
+                        return
+                    continue
+                if update.completion is not None:
+                    self.done.append(update.completion.checked())
+                n = len(update.request.sequences)
+                yield update.request.index * n + update.sample, update
+        finally:
+            self.cancel()
+
+    def _taken_apart(self, index: int, update: Update) -> Piece:
+        done = update.completion
+        reason = done.finish_reason if done else None
+        if not self.readers:
+            return Piece(index, update, Output("", update.text, []), reason)
+        reader = self.readers[index]
+        output = reader.push(update.text, last=done is not None)
+        if output.reasoning and self.stream:
+            self._reasoned += len(update.tokens)
+        if output.calls and reason == "stop":
+            reason = "tool_calls"
+        return Piece(index, update, output, reason)
+
+    def usage(self) -> Usage:
+        """What was read and written so far; and drafted."""
+        accepted = sum(done.stats.accepted for done in self.done)
+        return Usage(
+            sum(len(request.prompt) for request in self.requests),
+            sum(len(done.tokens) for done in self.done), self._reasoned, accepted,
+            sum(done.stats.drafted for done in self.done) - accepted,
+        )  # fmt: skip
+
+    def count_reasoning(self, text: str) -> None:
+        """Count the tokens of reasoning of an answer that comes in one piece."""
+        if text and self.codec is not None:
+            self._reasoned += len(self.codec.encode(text, special=False))
+
+
+def event(body: dict[str, Any], name: str = "") -> str:
+    """A server-sent event."""
+    data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    data = data.encode(errors="replace").decode()
+    return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"

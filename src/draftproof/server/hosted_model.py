@@ -1,0 +1,183 @@
+"""A model that is loaded: what reads requests for it, and what runs them."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from draftproof.core.params import Sampling
+from draftproof.engine.engine import Engine
+from draftproof.engine.request import Request
+from draftproof.engine.rows import messages_of, refuse_unrecognized, sampling_of
+from draftproof.errors import ContextTooLong
+from draftproof.server import constraints, schema
+from draftproof.server.grammar import Grammars
+from draftproof.server.metrics import Metrics
+from draftproof.server.output_reader import OutputReader
+from draftproof.server.reasoning import CHANNELS, is_open, marks_of
+from draftproof.server.request_queue import RequestQueue, Worker
+from draftproof.server.tools import Form, call_messages, call_rule, offered
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the requests of a model may take.
+
+    Attributes:
+        rows: Rows that run at a time.
+        queue: Requests that may wait.
+        length: Tokens of a prompt and its answer; the model's context bounds them.
+        timeout: Seconds that a request may take, or None.
+    """
+
+    rows: int = 8
+    queue: int = 256
+    length: int = 4096
+    timeout: float | None = None
+
+
+@dataclass
+class Reading:
+    """A request of HTTP, understood.
+
+    Attributes:
+        requests: One for each prompt.
+        readers: What takes each sample's text apart; empty where all of it is text.
+    """
+
+    requests: list[Request]
+    readers: list[OutputReader]
+
+
+class HostedModel:
+    """An engine, its queue, and the name that clients use; errors name the model so, too."""
+
+    def __init__(
+        self, engine: Engine, name: str, limits: Limits, worker: Worker, metrics: Metrics
+    ) -> None:
+        self.engine, self.name, self.limits, self.metrics = engine, name, limits, metrics
+        self.readings, self.used_at = 0, time.monotonic()
+        engine.target.name = name
+        if engine.codec is not None:
+            engine.codec.name = name
+        if engine.prefixes is not None:
+            prefixes = engine.prefixes
+            metrics.watch("vllm:prefix_cache_hits_total", "Tokens of prompts not read.",
+                          lambda: prefixes.reused)
+        exact = engine.acceptance if engine.lossy is None else "match"
+        plain = Engine(engine.target, codec=engine.codec, acceptance=exact, shapes=engine.shapes)
+        plain.lock, plain.prefixes = engine.lock, engine.prefixes
+        self.queue = RequestQueue(engine, plain, metrics, worker, rows=limits.rows,
+                                  limit=limits.queue, length=limits.length)
+        self.grammars = Grammars(engine.codec, engine.target.vocab_size, engine.stop_tokens)
+        self.marks, self.sampling = marks_of(engine.codec), default_sampling(engine)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is read, waits or runs."""
+        return bool(self.readings or self.queue.running or self.queue.waiting)
+
+    def about(self) -> dict[str, Any]:
+        """What clients may know of it."""
+        return {"max_model_len": self.queue.length, "drafter": self.engine.drafter.name,
+                "drafters": list(self.queue.schedulers)}
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.queue.close()
+        self.metrics.close()
+
+    def too_long(self, tokens: int) -> ContextTooLong:
+        """The error of a prompt of so many tokens."""
+        return ContextTooLong(
+            f"the prompt has {tokens} tokens; this server takes {self.queue.length} tokens of "
+            "prompt and answer together (--max-model-len)", tokens
+        )  # fmt: skip
+
+    def read(self, body: schema.GenerationBody, owner: int = 0) -> Reading:
+        """Check a request, and make of it what the scheduler runs.
+
+        Args:
+            body: What the client sent.
+            owner: Whose texts may serve it.
+
+        Raises:
+            BadInput: Something in it cannot be honoured.
+        """
+        wanted, rest = constraints.split(body.model_extra or {})
+        grammars = self.grammars.of(owner)
+        refuse_unrecognized(rest, self.engine.sampling)
+        sampling = sampling_of(self.sampling, rest)
+        if sampling.temperature and rest.get("seed") in (None, -1):  # another text each time
+            sampling = replace(sampling, seed=secrets.randbits(62))
+        rule = constraints.constraint(body.response_format, wanted, grammars)
+        prompts, form, text = self._prompts(body)
+        if isinstance(body, schema.Chat) and form is not None:
+            rule = call_rule(body, form, grammars) or rule
+        sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
+        prompts, n = self.engine.requests.several(prompts), body.n or 1
+        self.queue.check(body.draftproof.drafter, len(prompts), n)
+        limited = sampling.max_new_tokens is not None or sampling.max_length is not None
+        limit = None if limited else self.queue.length
+        try:
+            requests = self.engine.read(prompts, max_new_tokens=limit, sampling=sampling, n=n)
+        except ContextTooLong as error:
+            raise self.too_long(error.tokens) from None
+        for request in requests:
+            request.owner, request.priority = owner, body.priority or 0
+            request.draft_trees = body.draftproof.trees
+        if not isinstance(body, schema.Chat):
+            return Reading(requests, [])
+        # a text that keeps to a grammar from its first token on has no room for reasoning
+        splits = body.splits_reasoning and rule is None
+        readers = self._readers(body, form, text, splits, len(requests) * n)
+        self._show_marks(requests, readers)
+        return Reading(requests, readers)
+
+    def _prompts(self, body: schema.GenerationBody) -> tuple[Any, Form | None, str]:
+        """The prompts, how calls are written if tools are offered, and the end of a chat's text."""
+        if isinstance(body, schema.Completion):
+            return body.prompt or "", None, ""
+        assert isinstance(body, schema.Chat)
+        messages, codec = messages_of(body.messages), self.engine.codec
+        tools, form = offered(body, codec)
+        messages, options = call_messages(messages, form), body.template_options()
+        if codec is None or not (form is not None or options or self.marks is not None):
+            return messages, form, ""
+        text = codec.chat_text(messages, tools or None, options)
+        return [codec.encode(text, special=False)], form, text
+
+    def _readers(
+        self, body: schema.Chat, form: Form | None, text: str, splits: bool, count: int
+    ) -> list[OutputReader]:
+        marks = self.marks if splits or self.marks == CHANNELS else None
+        if marks is None and form is None:
+            return []
+        inside = marks is not None and is_open(text, marks)
+        shown = body.include_reasoning is not False
+        return [OutputReader(marks, inside, form, body.tools or (), shown=shown, splits=splits)
+                for _ in range(count)]
+
+    def _show_marks(self, requests: Sequence[Request], readers: Sequence[OutputReader]) -> None:
+        """Have texts show the special tokens that are marks: others are left out."""
+        codec = self.engine.codec
+        if codec is None or not readers:
+            return
+        marks = readers[0].marks
+        shown = {token: name for token, name in codec.special_tokens.items() if name in marks}
+        for request in requests if shown else ():
+            for sequence in request.sequences:
+                sequence.detokenizer = codec.marked_stream(request.prompt, shown)
+
+
+def default_sampling(engine: Engine) -> Sampling:
+    """What a request that names no temperature gets: 1, as OpenAI's clients expect, unless the
+    model's own configuration says otherwise."""
+    config = getattr(engine.target.model, "generation_config", None)
+    says = engine.sampling.temperature > 0 or getattr(config, "do_sample", None) is False
+    return engine.sampling if says else replace(engine.sampling, temperature=1.0)
+
+

@@ -1,0 +1,113 @@
+"""Answers as Anthropic's messages tell them."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import fastapi
+
+from draftproof.errors import DraftproofError
+from draftproof.server.base_answer import BaseAnswer, Piece, event
+from draftproof.server.hosted_model import HostedModel, Reading
+from draftproof.server.messages_request import MessagesBody
+from draftproof.server.problems import MESSAGES, error_body, status_of
+
+STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
+"""Anthropic's stop reasons, by OpenAI's; any other is the end of the turn."""
+
+
+class MessagesAnswer(BaseAnswer):
+    """Blocks of thinking, text and uses of tools."""
+
+    def __init__(self, hosted: HostedModel, body: MessagesBody, reading: Reading) -> None:
+        super().__init__(hosted, reading, bool(body.stream), body.draftproof)
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._open, self._count = "", 0                 # the block that is told; blocks so far
+
+    async def whole(self, request: fastapi.Request) -> dict[str, Any]:
+        blocks, reason = list[dict[str, Any]](), "end_turn"
+        async for piece in self.pieces(request):
+            output, reason = piece.output, self._reason(piece)
+            if output.reasoning:
+                blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
+            if output.text:
+                blocks.append({"type": "text", "text": output.text})
+            blocks += [{"type": "tool_use", "id": call["id"], "name": call["function"]["name"],
+                        "input": json.loads(call["function"]["arguments"])}
+                       for call in output.calls]
+        return self._message(blocks, reason)
+
+    async def events(self, request: fastapi.Request) -> AsyncIterator[str]:
+        """Blocks begin, grow and end, one after the other."""
+        try:
+            yield _told("message_start", message=self._message([], None))
+            reason = "end_turn"
+            async for piece in self.pieces(request):
+                reason = self._reason(piece)
+                for told in self._grow(piece):
+                    yield told
+            for told in self._close():
+                yield told
+            delta = {"stop_reason": reason, "stop_sequence": self._stop_string()}
+            yield _told("message_delta", delta=delta, usage=self._usage())
+            yield _told("message_stop")
+        except DraftproofError as error:
+            yield event(error_body(str(error), status_of(error), None, MESSAGES), "error")
+
+    def _grow(self, piece: Piece) -> Iterator[str]:
+        output = piece.output
+        if output.reasoning:
+            yield from self._begin("thinking", {"thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": output.reasoning})
+        if output.text:
+            yield from self._begin("text", {"text": ""})
+            yield self._delta({"type": "text_delta", "text": output.text})
+        for call in output.calls:
+            yield from self._close()
+            yield from self._begin("tool_use", {
+                "id": call["id"], "name": call["function"]["name"], "input": {}})
+            arguments = call["function"]["arguments"]
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def _begin(self, kind: str, fields: dict[str, Any]) -> Iterator[str]:
+        if self._open == kind:
+            return
+        yield from self._close()
+        self._open = kind
+        yield _told("content_block_start", index=self._count,
+                    content_block={"type": kind, **fields})
+
+    def _delta(self, delta: dict[str, Any]) -> str:
+        return _told("content_block_delta", index=self._count, delta=delta)
+
+    def _close(self) -> Iterator[str]:
+        if self._open:
+            if self._open == "thinking":
+                yield self._delta({"type": "signature_delta", "signature": ""})
+            yield _told("content_block_stop", index=self._count)
+            self._open, self._count = "", self._count + 1
+
+    def _stop_string(self) -> str | None:
+        return self.requests[0].sequences[0].stop_string
+
+    def _reason(self, piece: Piece) -> str:
+        if self._stop_string() is not None and piece.finish_reason == "stop":
+            return "stop_sequence"
+        return STOPS.get(piece.finish_reason or "", "end_turn")
+
+    def _message(self, blocks: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.hosted.name,
+                "content": blocks, "stop_reason": reason,
+                "stop_sequence": self._stop_string() if reason else None, "usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.usage()
+        return {"input_tokens": usage.prompt, "output_tokens": usage.new,
+                "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+
+
+def _told(kind: str, **fields: Any) -> str:
+    return event({"type": kind, **fields}, kind)

@@ -1,0 +1,221 @@
+"""Anthropic's messages as a chat: /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from draftproof.errors import BadInput
+from draftproof.server.schema import Chat, Own
+from draftproof.tokenizer.codec import Codec
+
+Blocks = str | list[dict[str, Any]]
+"""Content: text, or a list of blocks."""
+
+
+class Message(BaseModel):
+    """A turn."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class ClientTool(BaseModel):
+    """A tool that the client runs."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    cache_control: Any = None
+    strict: bool | None = None
+    input_examples: Any = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: bool | None = None
+
+
+class ToolChoice(BaseModel):
+    """Whether a tool must be called."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons. The budget is a goal, which is not enforced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(BaseModel):
+    """What the text must be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    """What the text must be, and how much effort goes into it, where the template reads that."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class TokensBody(BaseModel):
+    """Of /v1/messages/count_tokens."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    messages: list[Message]
+    system: Blocks | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+    speed: Literal["standard"] | None = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
+
+    def chat(self, reasons: bool, codec: Codec | None) -> Chat:
+        """The same as a chat of OpenAI's.
+
+        Args:
+            reasons: Whether the model's template has marks of reasoning.
+            codec: The model's tokenizer.
+
+        Raises:
+            BadInput: A part of it is not text, or cannot be honoured.
+        """
+        messages = list[dict[str, Any]]()
+        if self.system:
+            messages.append({"role": "system", "content": _text(self.system)})
+        for message in self.messages:
+            messages += _turn(message)
+        tools = [{"type": "function", "function": {
+            "name": tool.name, "parameters": tool.input_schema,
+            **({"description": tool.description} if tool.description else {})}}
+            for tool in self.tools or ()]
+        return Chat.model_validate({
+            "model": self.model, "messages": messages, **({"tools": tools} if tools else {}),
+            **self._choice(), **self._thinking(reasons, codec), **self._output(),
+            **self._sampling(),
+        })  # fmt: skip
+
+    def _choice(self) -> dict[str, Any]:
+        choice = self.tool_choice
+        if choice is None:
+            return {}
+        named: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+        if named is None:
+            if choice.name is None:
+                raise BadInput('tool_choice was of type "tool" without a name; give its name')
+            named = {"type": "function", "function": {"name": choice.name}}
+        return {"tool_choice": named,
+                "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
+
+    def _thinking(self, reasons: bool, codec: Codec | None) -> dict[str, Any]:
+        """`enable_thinking` where the template reads that; else a model does what it does."""
+        thinking = self.thinking
+        if thinking is None:
+            return {}
+        wanted = thinking.type != "disabled"
+        template = str(codec.tokenizer.chat_template) if codec is not None else ""
+        if "enable_thinking" in template:
+            return {"enable_thinking": wanted}
+        if thinking.type == "enabled" and not reasons:
+            raise BadInput("thinking was enabled, and this model writes none; leave it out")
+        return {}
+
+    def _output(self) -> dict[str, Any]:
+        config = self.output_config
+        if config is None:
+            return {}
+        schema = config.format.schema_ if config.format is not None else None
+        return {"reasoning_effort": config.effort, "response_format": schema and {
+            "type": "json_schema", "json_schema": {"schema": schema}}}
+
+    def _sampling(self) -> dict[str, Any]:
+        return {}
+
+
+class MessagesBody(TokensBody):
+    """Of /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | int | None = None
+    top_k: int | None = None
+    top_p: float | int | None = None
+    seed: int | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    draftproof: Own = Own()
+    metadata: Any = None
+    service_tier: Any = None
+    inference_geo: Any = None
+    diagnostics: Any = None
+
+    def _sampling(self) -> dict[str, Any]:
+        names = ("stream", "temperature", "top_k", "top_p", "seed", "priority", "cache_salt")
+        options = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {**options, "max_tokens": self.max_tokens, "stop": self.stop_sequences or [],
+                "draftproof": self.draftproof}
+
+
+def _text(content: Blocks) -> str:
+    """The text of blocks."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for block in content:
+        if block.get("type", "text") != "text" or not isinstance(block.get("text"), str):
+            raise BadInput(f"a block of type {block.get('type')!r:.60} was given; only text is "
+                           "read here")
+        parts.append(block["text"])
+    return "".join(parts)
+
+
+def _turn(message: Message) -> list[dict[str, Any]]:
+    """A turn as messages of OpenAI's: results of tools are messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results, calls, text, thoughts = [], [], [], []
+    for block in message.content:
+        kind = block.get("type", "text")
+        if kind == "tool_result":
+            content = _text(block.get("content") or "")
+            results.append({"role": "tool", "content": content,
+                            "tool_call_id": block.get("tool_use_id", "")})
+        elif kind == "tool_use":
+            calls.append({"id": block.get("id", ""), "type": "function", "function": {
+                "name": block.get("name", ""), "arguments": block.get("input") or {}}})
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            text.append(_text([block]))
+    turn: dict[str, Any] = {"role": message.role, "content": "".join(text)}
+    if calls:
+        turn["tool_calls"] = calls
+    if thoughts:
+        turn["reasoning_content"] = "".join(thoughts)
+    return [*results, *([turn] if text or calls or thoughts or not results else [])]

@@ -1,0 +1,73 @@
+"""A sample's text, as it comes, taken apart: reasoning, answer, and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from draftproof.server.reasoning import (
+    CHANNEL_MARKS,
+    CHANNELS,
+    ChannelReader,
+    Marks,
+    ReasoningReader,
+)
+from draftproof.server.schema import Tool
+from draftproof.server.tools import CallReader, Form, as_client
+
+
+class Output(NamedTuple):
+    """New parts of a text.
+
+    Attributes:
+        reasoning: New reasoning.
+        text: New text of the answer.
+        calls: Calls of tools, as OpenAI's clients read them.
+    """
+
+    reasoning: str
+    text: str
+    calls: list[dict[str, Any]]
+
+
+class OutputReader:
+    """Takes the text of one sample apart."""
+
+    def __init__(
+        self, marks: Marks | None, inside: bool, form: Form | None, tools: Sequence[Tool] = (), *,
+        shown: bool = True, splits: bool = True,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            marks: Those of the model's reasoning, or None.
+            inside: Whether the prompt has opened the reasoning.
+            form: How the model writes calls; None if no tools are offered.
+            tools: What is offered.
+            shown: Whether the client wants the reasoning.
+            splits: Whether reasoning is told apart; else it is part of the answer.
+        """
+        self.channels = ChannelReader() if marks == CHANNELS else None
+        pair = marks if marks != CHANNELS else None
+        self._reasoning = ReasoningReader(pair, inside) if pair is not None else None
+        self._calls = CallReader(form, tools) if form and not self.channels else None
+        self._shown, self._splits, self._count = shown, splits, 0
+        parts = [*(pair or ())] + ([form.begin, form.separator, form.between or "", form.end]
+                                   if form is not None else [])
+        self.marks = "".join(CHANNEL_MARKS if self.channels else parts)
+        """Texts in which names of special tokens stand that must be shown."""
+
+    def push(self, text: str, last: bool) -> Output:
+        """What is certain of the text so far; with the last of it, the rest."""
+        if self.channels is not None:
+            reasoning, answer, read = self.channels.push(text, last)
+            calls = [as_client(self._count + index, call) for index, call in enumerate(read)]
+            self._count += len(calls)
+            if not self._splits:
+                return Output("", reasoning + answer, calls)
+            return Output(reasoning if self._shown else "", answer, calls)
+        reasoning, answer, calls = "", text, []
+        if self._reasoning is not None:
+            reasoning, answer = self._reasoning.push(text, last)
+        if self._calls is not None:
+            answer, calls = self._calls.push(answer, last)
+        return Output(reasoning if self._shown else "", answer, calls)

@@ -1,0 +1,72 @@
+"""Responses that are kept, so that others may go on from them (`previous_response_id`)."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from draftproof.errors import Unavailable
+
+KEPT = 64 << 20
+"""Bytes of conversations and responses, as JSON; those not used for longest go first."""
+
+Keep = Callable[[dict[str, Any], list[dict[str, Any]]], None]
+"""Keeps a response, given the assistant's messages in it."""
+
+
+class Kept(NamedTuple):
+    """A response, and the conversation up to it."""
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]
+    size: int
+
+
+class ResponseStore:
+    """Responses by owner and id, in memory: they end with the server."""
+
+    def __init__(self, limit: int = KEPT) -> None:
+        self.limit, self._size = limit, 0
+        self._kept: OrderedDict[tuple[int, str], Kept] = OrderedDict()
+
+    def messages(self, owner: int, name: str | None) -> list[dict[str, Any]]:
+        """The conversation up to a response, which comes before a new one.
+
+        Raises:
+            Unavailable: It is not kept, or not by this owner.
+        """
+        return list(self._find(owner, name).messages) if name is not None else []
+
+    def get(self, owner: int, name: str) -> dict[str, Any]:
+        """A response."""
+        return self._find(owner, name).response
+
+    def delete(self, owner: int, name: str) -> None:
+        """Forget a response."""
+        self._size -= self._find(owner, name).size
+        del self._kept[owner, name]
+
+    def keeper(self, owner: int, before: list[dict[str, Any]]) -> Keep:
+        """What keeps a response to a conversation."""
+        def keep(response: dict[str, Any], new: list[dict[str, Any]]) -> None:
+            messages = [message for message in before if message["role"] != "system"] + new
+            size = len(json.dumps([response, messages]))
+            self._kept[owner, response["id"]] = Kept(response, messages, size)
+            self._size += size
+            while self._size > self.limit:
+                self._size -= self._kept.popitem(last=False)[1].size
+
+        return keep
+
+    def _find(self, owner: int, name: str) -> Kept:
+        kept = self._kept.get((owner, name))
+        if kept is None:
+            raise Unavailable(
+                f"there is no response {name[:99]!r} here: this server keeps the latest responses "
+                "in memory, for the API key that asked; send the conversation as input", 404,
+                "previous_response_not_found",
+            )  # fmt: skip
+        self._kept.move_to_end((owner, name))
+        return kept

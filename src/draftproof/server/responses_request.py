@@ -1,0 +1,196 @@
+"""Requests of OpenAI's Responses API as a chat."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from draftproof.errors import BadInput
+from draftproof.server.schema import Chat, Own
+
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+"""Types of parts that hold a text."""
+
+
+class Strict(BaseModel):
+    """An object without further fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class FunctionTool(BaseModel):
+    """A tool that the client runs; OpenAI's own tools are refused."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class TextFormat(BaseModel):
+    """What the text must be."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class TextOptions(Strict):
+    """What the text must be; how long it is to be is not honoured."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Strict):
+    """How much the model is to reason, where its template reads that."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesBody(Strict):
+    """Of /v1/responses."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | int | None = None
+    top_p: float | int | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    draftproof: Own = Own()
+    metadata: Any = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    stream_options: Any = None
+
+    def chat(self, earlier: list[dict[str, Any]]) -> Chat:
+        """The same as a chat.
+
+        Args:
+            earlier: Messages of the response that this one goes on from.
+
+        Raises:
+            BadInput: A part of it is not text, or cannot be honoured.
+        """
+        messages = [*earlier]
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            messages.append({"role": "user", "content": self.input})
+        else:
+            messages += read_items(self.input)
+        names = ("model", "stream", "temperature", "top_p", "top_k", "seed", "stop",
+                 "parallel_tool_calls", "priority", "cache_salt")
+        options = {name: value for name in names if (value := getattr(self, name)) is not None}
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return Chat.model_validate({
+            "messages": messages, "max_tokens": self.max_output_tokens, **options, **self._tools(),
+            "response_format": self._format(), "reasoning_effort": effort,
+            "draftproof": self.draftproof, **self._logprobs(),
+        })  # fmt: skip
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the client wants log-probabilities."""
+        return "message.output_text.logprobs" in (self.include or ())
+
+    def _logprobs(self) -> dict[str, Any]:
+        if not self.wants_logprobs:
+            return {}
+        return {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+
+    def _format(self) -> dict[str, Any] | None:
+        wanted = self.text.format if self.text is not None else None
+        if wanted is None or wanted.type == "text":
+            return None
+        return {"type": wanted.type, "json_schema": {"schema": wanted.schema_}
+                if wanted.schema_ is not None else {}}
+
+    def _tools(self) -> dict[str, Any]:
+        for tool in self.tools or ():
+            if tool.type != "function" or not tool.name:
+                raise BadInput(f"a tool of type {tool.type!r:.60} was given; this server offers "
+                               "functions alone, which the client runs")
+        tools = [{"type": "function", "function": {
+            "name": tool.name, "parameters": tool.parameters,
+            **({"description": tool.description} if tool.description else {})}}
+            for tool in self.tools or ()]
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+                raise BadInput(f"tool_choice was {choice!r:.99}; name a function")
+            choice = {"type": "function", "function": {"name": choice["name"]}}
+        return {**({"tools": tools} if tools else {}), "tool_choice": choice}
+
+
+def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Input items as messages; calls that follow each other are of one message."""
+    messages, reasoning = list[dict[str, Any]](), ""
+    for item in items:
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind == "reasoning":
+            reasoning += _joined(item.get("content") or item.get("summary") or [])
+        elif kind == "message":
+            role = {"developer": "system"}.get(item.get("role", ""), item.get("role", ""))
+            message = {"role": role, "content": _joined(item.get("content") or "")}
+            if role == "assistant" and reasoning:
+                message["reasoning_content"], reasoning = reasoning, ""
+            messages.append(message)
+        elif kind == "function_call":
+            last = messages[-1] if messages else {}
+            if last.get("role") != "assistant" or (reasoning and "tool_calls" in last):
+                last = {"role": "assistant", "content": "", "tool_calls": []}
+                messages.append(last)
+            if reasoning:
+                last["reasoning_content"], reasoning = reasoning, ""
+            last.setdefault("tool_calls", []).append({
+                "id": item.get("call_id", ""), "type": "function", "function": {
+                    "name": item.get("name", ""), "arguments": item.get("arguments") or "{}"}})
+        elif kind == "function_call_output":
+            output = item.get("output")
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id", ""),
+                             "content": _joined(output if output is not None else "")})
+        else:
+            raise BadInput(f"an input item of type {kind!r:.60} was given; messages, function "
+                           "calls, their outputs and reasoning are read here")
+    return messages
+
+
+def _joined(content: Any) -> str:
+    """The text of an item's parts."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind else None
+        if kind not in (*TEXTS, "refusal") or not isinstance(text, str):
+            raise BadInput(f"a part of type {kind!r:.60} was given; only text is read here")
+        parts.append(text)
+    return "".join(parts)

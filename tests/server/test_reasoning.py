@@ -1,0 +1,88 @@
+"""Reasoning is told apart by the model's own marks, wherever the text is cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from draftproof.server.call_forms import HERMES
+from draftproof.server.output_reader import OutputReader
+from draftproof.server.reasoning import CHANNELS, PAIRS, Marks, is_open, marks_of
+
+THINK = PAIRS[0]
+HARMONY = ("<|channel|>analysis<|message|>The user asks. <|end|><|start|>assistant"
+           "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+           "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+           '{"city": "Oslo <|x|>"}<|call|>')
+FINAL = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>4 < 5"
+
+
+def read(text: str, step: int, marks: Marks | None = THINK, **options: Any) -> tuple[str, str, Any]:
+    """Reasoning, answer, and calls of a text that comes in parts of `step` characters."""
+    inside, form = options.pop("inside", False), options.pop("form", None)
+    reader, reasoning, answer, calls = OutputReader(marks, inside, form, **options), "", "", []
+    for start in range(0, len(text), step):
+        new = reader.push(text[start : start + step], last=start + step >= len(text))
+        reasoning, answer, calls = (reasoning + new.reasoning, answer + new.text,
+                                    calls + new.calls)
+    return reasoning, answer, [(call["function"]["name"], json.loads(call["function"]["arguments"]))
+                               for call in calls]
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 999])
+@pytest.mark.parametrize(("text", "inside", "wanted"), [
+    ("<think>\nSix times 7.\n</think>\n\nIt is 42.", False, ("Six times 7.", "It is 42.")),
+    ("Six times 7.\n</think>\n\nIt is 42.", True, ("Six times 7.", "It is 42.")),
+    ("\n<think>a < b </thin </think>c", False, ("a < b </thin", "c")),
+    ("<think>\n\n</think>\n\nAt once.", False, ("", "At once.")),
+    (" No thought <think> at all.", False, ("", " No thought <think> at all.")),
+    ("<think>cut off </th", False, ("cut off </th", "")), ("<thi", False, ("", "<thi")),
+    ("a</think>", True, ("a", "")), ("x </think> y </think> z", True, ("x", "y </think> z")),
+])  # fmt: skip
+def test_reasoning_ends_at_its_mark(text: str, inside: bool, wanted: Any, step: int) -> None:
+    assert read(text, step, inside=inside)[:2] == wanted
+
+
+@pytest.mark.parametrize("step", [1, 5, 999])
+def test_calls_are_read_after_reasoning(step: int) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    text = f"<think>I use <tool_call> now</think>\nWell: {call}"
+    assert read(text, step, form=HERMES) == ("I use <tool_call> now", "Well:", [("f", {"a": 1})])
+    assert read(text, step, form=HERMES, shown=False)[0] == ""
+
+
+@pytest.mark.parametrize("step", [1, 3, 999])
+def test_channels_of_gpt_oss(step: int) -> None:
+    assert read(HARMONY, step, CHANNELS) == (
+        "The user asks. ", "I look.", [("get_weather", {"city": "Oslo <|x|>"})])
+    assert read(FINAL, step, CHANNELS) == ("Hm.", "4 < 5", [])
+    assert read(FINAL, step, CHANNELS, splits=False)[:2] == ("", "Hm.4 < 5")
+    assert read("No channels.", step, CHANNELS)[1] == "No channels."
+    cut = '<|channel|>commentary to=functions.f<|message|>{"a": '
+    assert read(cut, step, CHANNELS) == ("", '{"a": ', [])
+    two = HARMONY + "<|start|>assistant" + HARMONY.partition("<|start|>assistant")[2]
+    assert len(read(two, step, CHANNELS)[2]) == 2
+
+
+@pytest.mark.parametrize(("template", "marks"), [
+    ("{{ content.split('</think>')[-1] }}", THINK), ("{{ content }}", None), (None, None),
+    ("<|start|>assistant<|channel|>analysis<|message|>", CHANNELS),
+    ([{"name": "default", "template": "[THINK][/THINK]"}], PAIRS[1]),
+])  # fmt: skip
+def test_the_template_says_which_marks_there_are(template: Any, marks: Any) -> None:
+    class Tokenizer:
+        chat_template = template
+
+    class Codec:
+        tokenizer = Tokenizer()
+
+    assert marks_of(Codec()) == marks                                       # type: ignore[arg-type]
+    assert marks_of(None) is None
+
+
+def test_a_prompt_may_open_it() -> None:
+    assert is_open("<|assistant|><think>\n", THINK)
+    assert not is_open("<think>\n\n</think>\n\n", THINK) and not is_open("Hello", THINK)
+    assert not is_open("<|start|>assistant", CHANNELS)
