@@ -59,7 +59,7 @@ def test_a_stream_adds_up_to_the_response(responses: Any) -> None:
     assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
     with responses.stream(**ask(extra_body={"stop": ["."]}, max_output_tokens=90)) as stream:
         final = stream.get_final_response()
-    assert final.status == "completed" and final.output_text.startswith(text)
+    assert final.status == "completed" and text.startswith(final.output_text)
 
 
 def test_a_response_is_gone_on_from_by_who_asked_for_it(server: Any, responses: Any) -> None:

@@ -60,7 +60,7 @@ class BaseAnswer(ABC):
         self.created, self.begun = int(time.time()), time.perf_counter()
         self.requests, self.readers = reading.requests, reading.readers
         self.size = sum(len(request.sequences) for request in self.requests)
-        self.done, self.updates = list[Completion](), asyncio.Queue[Update]()
+        self.done, self.updates = list[Completion](), asyncio.Queue[Update | None]()
         self._reasoned = 0                              # tokens
 
     @property
@@ -106,23 +106,35 @@ class BaseAnswer(ABC):
             yield self._taken_apart(index, update)
 
     async def _progress(self, request: fastapi.Request) -> AsyncIterator[tuple[int, Update]]:
-        timeout = self.hosted.limits.timeout
+        """Updates, each with the place of its sample. Whatever ends it early puts None into the
+        queue, so that nothing else has to be waited for."""
+        timeout, loop = self.hosted.limits.timeout, asyncio.get_running_loop()
+        watcher, timer = loop.create_task(self._watch(request)), None
+        if timeout is not None:
+            left = timeout - (time.perf_counter() - self.begun)
+            timer = loop.call_later(left, self.updates.put_nowait, None)
         try:
             while len(self.done) < self.size:
-                if timeout is not None and time.perf_counter() - self.begun > timeout:
-                    raise Unavailable(f"the request took more than {timeout:g} seconds", 504)
-                try:
-                    update = await asyncio.wait_for(self.updates.get(), 0.5)
-                except TimeoutError:
-                    if await request.is_disconnected():
+                update = await self.updates.get()
+                if update is None:
+                    if watcher.done():
                         return
-                    continue
+                    raise Unavailable(f"the request took more than {timeout:g} seconds", 504)
                 if update.completion is not None:
                     self.done.append(update.completion.checked())
                 n = len(update.request.sequences)
                 yield update.request.index * n + update.sample, update
         finally:
+            watcher.cancel()
+            if timer is not None:
+                timer.cancel()
             self.cancel()
+
+    async def _watch(self, request: fastapi.Request) -> None:
+        """Wait until the client has left."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.updates.put_nowait(None)
 
     def _taken_apart(self, index: int, update: Update) -> Piece:
         done = update.completion
@@ -155,5 +167,4 @@ class BaseAnswer(ABC):
 def event(body: dict[str, Any], name: str = "") -> str:
     """A server-sent event."""
     data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    data = data.encode(errors="replace").decode()
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
