@@ -3,13 +3,17 @@ doctor`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from draftproof.forward.fused_forward import NODES
 from draftproof.forward.native_config import ARCHITECTURES
 from draftproof.model.native_model import NativeModel
+from draftproof.model.quantized_model import described
 from draftproof.model.target import Target
 from draftproof.native.kernels import kernels, library
+from draftproof.weights.quantized_checkpoint import QuantizedSource
 from draftproof.weights.quantized_linear import slow_because
 
 
@@ -21,6 +25,7 @@ def paths(target: Target) -> dict[str, str]:
         "layers": _layers(target),
         "attention": f"our {build} kernel up to {NODES} nodes, {sdpa} beyond"
         if target.skips_absent else sdpa,
+        **({"weights": weights} if (weights := _weights(target)) else {}),
         "checked": target.facts.checked,
         "sampling": f"our {build} kernels" if host and kernels() else "torch's operators",
     }
@@ -29,6 +34,15 @@ def paths(target: Target) -> dict[str, str]:
         why = f"right, and not quicker than the original: {slow}"
         sentences[kind] = why if slow else f"our {build} kernel"
     return sentences
+
+
+def _weights(target: Target) -> str | None:
+    """What became of the weights of a checkpoint that is quantised; None for others."""
+    source: Any = getattr(target.model, "source", None)
+    source = getattr(source, "source", source)          # behind what was kept
+    if isinstance(source, QuantizedSource):
+        return source.described
+    return described(target.model)
 
 
 def _layers(target: Target) -> str:

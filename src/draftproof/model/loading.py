@@ -20,6 +20,7 @@ from draftproof.gguf.file import GGUFFile
 from draftproof.model.device import Device
 from draftproof.model.names import EMBEDDED, check_model, embedded_names, not_on_the_hub
 from draftproof.model.names import resolve as resolve
+from draftproof.model.quantized_model import describe, unpacked_checkpoint
 from draftproof.tokenizer.fast_tokenizer import FastTokenizer, gguf_tokenizer
 from draftproof.tokenizer.folder_tokenizer import folder_tokenizer
 from draftproof.weights.disk_cache import came_from
@@ -68,15 +69,21 @@ def load_model(
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         config = AutoConfig.from_pretrained(name, **options)
         kind = _kind_of(name, config)
-        if getattr(config, "quantization_config", None) is not None:
-            _check_quantiser(name, config.quantization_config)
+        stated = getattr(config, "quantization_config", None)
+        if stated is not None:
+            _check_quantiser(name, stated)
             if util.find_spec("accelerate"):
                 options["device_map"] = {"": str(place.where)}
         if sharding is not None:
             options |= {"distributed_config": sharding, "device_map": None}
-        loaded, report = kind.from_pretrained(
+        on_cpu = place.where.type == "cpu" and sharding is None
+        to = wanted if dtype is not None else place.dtype_for(torch.bfloat16)
+        unpacked = unpacked_checkpoint(name, kind, config, to) if on_cpu else None
+        loaded, report = unpacked or kind.from_pretrained(
             name, dtype=wanted, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+        if stated is not None and unpacked is None:
+            describe(loaded, stated)
         _check_report(name, type(loaded).__name__, report)
         if sharding is None:
             _drop_towers(loaded)

@@ -22,6 +22,12 @@ from draftproof.weights.packed_linear import JointLinear
 from draftproof.weights.token_table import DenseTable, TokenTable
 
 INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+"""Names of dtypes in the header of a safetensors file."""
 
 
 class TensorSource(Protocol):
@@ -112,7 +118,17 @@ class SafetensorsSource:
         """Tensors that nobody asked for."""
         return sorted(self._file_of.keys() - self._read)
 
-    def tensor(self, name: str) -> Tensor:
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor in its file, from the header alone."""
+        kind = self._files[self._file_of[name]].get_slice(name).get_dtype()
+        return DTYPES.get(kind, torch.float32)
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor as it is in its file.
+
+        Raises:
+            ModelNotFound: There is none, or it cannot be read.
+        """
         self._read.add(name)
         if name not in self._file_of:
             raise ModelNotFound(
@@ -125,7 +141,10 @@ class SafetensorsSource:
             raise ModelNotFound(
                 f"{name} of {self.folder} cannot be read: {first_line(error)}; fetch it again"
             ) from error
-        return tensor.to(self.dtype)
+        return tensor
+
+    def tensor(self, name: str) -> Tensor:
+        return self.stored(name).to(self.dtype)
 
     def linear(self, names: Sequence[str], bias: bool) -> JointLinear:
         weights = [self.tensor(f"{name}.weight") for name in names]
