@@ -231,7 +231,8 @@ def save_gpt_oss(folder: Path) -> Any:
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    for key in [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    kinds = ("experts.gate_up_proj", "experts.down_proj")
+    for key in [key for key in tensors if key.endswith(kinds)]:
         experts = tensors.pop(key).transpose(1, 2)                  # [experts, outputs, inputs]
         parts = [write(expert) for expert in experts]
         blocks = torch.stack([stored["weight_packed"] for stored, _ in parts])

@@ -65,7 +65,7 @@ def test_a_quantised_folder_is_read_natively_and_says_so(name: str, tmp_path: Pa
     native = native_folder(str(tmp_path), None, "cpu")
     assert native is not None and engine.target.fast is not None
     sentence, format = paths(engine.target)["weights"], CHECKPOINTS[name][2]
-    assert f"in {format} by our kernels" in sentence if format != "BF16" else "is slower" in sentence
+    assert (f"in {format} by our kernels" if format != "BF16" else "is slower") in sentence
     tokens = torch.randint(0, 40, (1, 24), generator=torch.Generator().manual_seed(2))
     with torch.inference_mode():
         wanted = theirs(tokens).logits[0].log_softmax(-1)

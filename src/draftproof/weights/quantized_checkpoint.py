@@ -34,7 +34,7 @@ COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quant
 """Formats of compressed-tensors that are read here."""
 MARKERS = ("qweight", "weight_packed")
 """Tensors that a quantised module has in place of its weight."""
-BESIDE = ("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_scale_2",
+SCALES = ("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_scale_2",
           "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale")
 """Tensors that belong to a quantised weight."""
 OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale",
@@ -168,7 +168,7 @@ class QuantizedSource(SafetensorsSource):
         yield from (f"{module}.weight" for module in self._quantized)
         for name in super().__iter__():
             module, _, kind = name.rpartition(".")
-            quantized = kind in ("weight", *MARKERS, *BESIDE) and module in self._quantized
+            quantized = kind in ("weight", *MARKERS, *SCALES) and module in self._quantized
             if not quantized and kind not in OF_ACTIVATIONS:
                 yield name
 
@@ -176,7 +176,7 @@ class QuantizedSource(SafetensorsSource):
     def unread(self) -> list[str]:
         """Tensors that nobody asked for, less the scales of activations."""
         return [name for name in super().unread
-                if name.rpartition(".")[2] not in (*OF_ACTIVATIONS, *BESIDE)]
+                if name.rpartition(".")[2] not in (*OF_ACTIVATIONS, *SCALES)]
 
     def tensor(self, name: str) -> Tensor:
         module, _, kind = name.rpartition(".")

@@ -219,7 +219,7 @@ def mxfp4_blocks(codes: Tensor, exponents: Tensor) -> BlockTensor:
         exponents: uint8 [outputs, inputs / 32], of two, plus 127.
     """
     outputs, inputs = codes.shape
-    first, second = codes.view(outputs, -1, 32).split(16, -1)
+    first, second = torch.split(codes.view(outputs, -1, 32), 16, -1)
     data = torch.cat([exponents[:, :, None], first | second << 4], -1)
     return block_tensor("MXFP4", (outputs, inputs), data.view(outputs, -1))
 

@@ -98,6 +98,6 @@ def blocks_of_codes(codes: Codes) -> BlockTensor:
         if format == "Q5_0":
             bits = (unsigned >> 4).view(outputs, blocks, 4, 8) << torch.arange(8).to(torch.uint8)
             parts.append(bits.sum(-1, dtype=torch.uint8))
-        low_half, high_half = (unsigned & 15).split(16, -1)
+        low_half, high_half = torch.split(unsigned & 15, 16, -1)
         parts.append(low_half | high_half << 4)
     return block_tensor(format, (outputs, inputs), torch.cat(parts, -1).view(outputs, -1))
