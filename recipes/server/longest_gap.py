@@ -34,12 +34,15 @@ def main() -> None:
     numbers = [number * 7919 % (engine.target.vocab_size - 300) + 200 for number in range(tokens)]
     (prompt,) = engine.read([numbers], max_new_tokens=2, sampling=dp.Sampling())
     scheduler.add(stream)
-    gaps, last, arrived, steps, since = list[tuple[float, int]](), 0.0, 0.0, 0, 0
+    gaps, last, arrived, steps, since = list[tuple[float, int, str]](), 0.0, 0.0, 0, 0
     while since < 60 and not stream.finished:
         updates = scheduler.step()
         now, steps = time.perf_counter(), steps + 1
         if any(update.request is stream for update in updates):
-            gaps += [(now - last, steps)] if last else []
+            clock = scheduler.decoder.clock if scheduler.decoder else None
+            told = (f"chunk {1000 * clock.prefill.took:.0f} ms, round "
+                    f"{1000 * clock.decide.took:.0f} ms" if clock else "")
+            gaps += [(now - last, steps, told)] if last else []
             last = now
         if steps == 60:
             scheduler.add(prompt)
@@ -48,13 +51,13 @@ def main() -> None:
             print(f"the prompt of {tokens} tokens was read in {now - arrived:.1f} s")
         since += prompt.finished
     all_gaps = sorted(gaps, reverse=True)
-    median = statistics.median(seconds for seconds, _ in gaps)
-    before = statistics.median(seconds for seconds, step in gaps if step < 60)
+    median = statistics.median(seconds for seconds, *_ in gaps)
+    before = statistics.median(seconds for seconds, step, _ in gaps if step < 60)
     print(f"{len(gaps)} gaps: median {1000 * median:.1f} ms, before the prompt "
           f"{1000 * before:.1f} ms, longest {1000 * all_gaps[0][0]:.1f} ms = "
           f"{all_gaps[0][0] / median:.1f} medians")
-    print("longest:", ", ".join(f"{1000 * seconds:.1f} ms at step {step}"
-                                for seconds, step in all_gaps[:6]))
+    for seconds, step, told in all_gaps[:8]:
+        print(f"  {1000 * seconds:.1f} ms at step {step}: {told}")
 
 
 if __name__ == "__main__":

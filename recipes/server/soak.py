@@ -139,6 +139,7 @@ async def soak(
             left -= 1
             if left % 50 == 0:
                 memory.append(process.memory_info().rss / 2**20)
+                print(f"{left} left, {memory[-1]:.0f} MiB, {wrong} wrong", flush=True)
             body, stream = dice.choice(kinds), dice.random() < 0.6
             pieces = dice.randrange(0, 8) if dice.random() < 0.3 else None
             texts, complete = await ask(client, body, stream, pieces, dice.choice(KEYS))

@@ -81,6 +81,18 @@ def test_a_request_goes_from_waiting_to_finished() -> None:
     assert short.status is long.status is Status.FINISHED
 
 
+def test_lower_priorities_join_first_and_equals_in_their_order() -> None:
+    engine = new_engine()
+    scheduler = engine.scheduler
+    requests = [engine.read(PROMPTS[0], max_new_tokens=2)[0] for _ in range(6)]
+    for request, priority in zip(requests, (0, 5, 0, -1, 5, -1), strict=True):
+        request.priority = priority
+        scheduler.add(request)
+    assert [requests.index(request) for request in scheduler.waiting] == [3, 5, 0, 2, 1, 4]
+    run(engine)
+    assert all(request.finished for request in requests)
+
+
 def waiting(engine: Engine) -> Request:
     return engine.add_request(LONG, max_new_tokens=NEW)
 

@@ -153,10 +153,16 @@ class KVCache:
         if changed:
             device = self.lengths.device
             new, old = (torch.tensor(side, device=device) for side in zip(*changed, strict=True))
+            held = self._held(old)
             for store in self.tensors:
-                store.index_copy_(0, new, store.index_select(0, old))
+                part = store[:, :, :held] if held is not None else store
+                part.index_copy_(0, new, part.index_select(0, old))
             self.lengths.index_copy_(0, new, self.lengths.index_select(0, old))
         self.lengths[len(rows) :] = 0
+
+    def _held(self, rows: Tensor) -> int | None:
+        """The most tokens that one of these rows holds; None if that is not known on the host."""
+        return int(self.lengths[rows].max()) if self.lengths.is_cpu else None
 
     def rows(self, start: int, stop: int) -> KVCache:
         """A view of rows `start` to `stop`: reading and keeping there leaves the others alone."""

@@ -158,6 +158,9 @@ class StateCache(KVCache):
         self.text[:, : other.capacity].index_copy_(0, row, other.text)
         self.waiting.index_copy_(0, row.cpu(), other.waiting)
 
+    def _held(self, rows: Tensor) -> int | None:
+        return None                                 # states have no positions
+
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         order = list(rows)

@@ -99,18 +99,22 @@ class Decoder:
     def read(self, prefill: Prefill) -> bool:
         """Read the next chunk of prompts; after the last, start their samples and return True.
 
-        While texts run, a chunk takes about as long as a round."""
+        While texts run, a chunk takes about as long as a round, and a long prompt joins them in a
+        step of its own."""
         evenly = self.chunks if prefill.apart and self.batch.running else None
-        limit = evenly.tokens if evenly is not None else None
         with self.clock.prefill:
-            done = prefill.read(limit)
-            if done:
+            if not prefill.finished:
+                prefill.read(evenly.tokens if evenly is not None else None)
+                joins = prefill.finished and evenly is None
+            else:
+                joins = True
+            if joins:
                 self._start(prefill.groups, prefill.join(len(self.batch.running)))
-        if evenly is not None and not done:
+        if evenly is not None and not prefill.finished:
             evenly.chunk_took(evenly.tokens, self.clock.prefill.took)
-        if done:
+        if joins:
             self.retire()
-        return done
+        return joins
 
     def refresh(self) -> None:
         """Take up weights that changed; to be called where nothing runs."""

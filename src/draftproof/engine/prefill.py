@@ -71,12 +71,16 @@ class Prompts:
         in_one_read = self.shapes.closed or self.target.encodes
         return not in_one_read and self._unread(prompt, owner) > self.chunk
 
-    def remember(self, row: KVCache, text: Sequence[int], prompt: int, owner: int) -> None:
+    def remember(
+        self, row: KVCache, text: Sequence[int], prompt: int, owner: int, *, copy: bool = True
+    ) -> None:
         """Keep what the one row of a cache holds of a text for prompts that begin like it; where
-        drafts are read in another way than prompts, of its `prompt` tokens alone."""
+        drafts are read in another way than prompts, of its `prompt` tokens alone.
+
+        copy: whether the cache goes on to be written to."""
         if self.prefixes is not None:
             count = len(text) if self.alike else prompt // self.grain * self.grain
-            self.prefixes.keep(text[:count], row, owner)
+            self.prefixes.keep(text[:count], row, owner, copy=copy)
 
     def padded(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
         """[b, width] tokens, ABSENT after the shorter texts."""
@@ -134,8 +138,13 @@ class Prefill:
         self._commit(tree, reading, [len(text) for text in texts])
         if finished and longest > SHORT:
             text = self.texts[0]
-            self.prompts.remember(self.view, text, len(text), self.owners[0])
+            self.prompts.remember(self.view, text, len(text), self.owners[0], copy=not self.apart)
         return finished
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of the prompts was read."""
+        return self.start >= self._longest
 
     def join(self, first: int) -> Tensor:
         """Let the prompts have the rows of the batch from `first` on, and the drafter observe them;

@@ -71,8 +71,12 @@ class PrefixCache:
         """How much of a prompt `reuse` would put in place."""
         return self._best(prompt, grain, owner)[1]
 
-    def keep(self, tokens: Sequence[int], row: KVCache, owner: int = 0) -> None:
-        """Remember a text whose keys and values are in the one row of a cache, if it fits."""
+    def keep(
+        self, tokens: Sequence[int], row: KVCache, owner: int = 0, *, copy: bool = True
+    ) -> None:
+        """Remember a text whose keys and values are in the one row of a cache, if it fits.
+
+        copy: whether the cache goes on to be written to."""
         text, count = np.array(tokens), len(tokens)
         shared = [entry.common(text) if entry.owner == owner else -1 for entry in self.known]
         each = sum(store.stride(2) * store.shape[1] * store.element_size() for store in row.tensors)
@@ -81,8 +85,12 @@ class PrefixCache:
             return
         self.known = [entry for entry, common in zip(self.known, shared, strict=True)
                       if common < len(entry.tokens)]          # others begin it, and say no more
-        copies = [store[:, :, :count].clone() for store in row.tensors]
-        self.known.append(Known(text, copies, nbytes, owner))
+        stores = [store[:, :, :count] for store in row.tensors]
+        if copy:
+            stores = [store.clone() for store in stores]
+        else:
+            nbytes = text.nbytes + row.nbytes
+        self.known.append(Known(text, stores, nbytes, owner))
         while self.nbytes > self.limit:
             self.known.pop(0)
 
