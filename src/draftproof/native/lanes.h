@@ -81,6 +81,9 @@ static inline lanes decoded(const int8_t *from, bf16 scale) {
     return rounded(number(from_bytes(from)) * widen(scale));
 }
 
+/* x in all places; x plus zeros would be another number where x is -0. */
+static inline lanes spread(float x) { return x - (lanes){}; }
+
 static inline lanes loaded(const float *from) {
     lanes x;
     memcpy(&x, from, sizeof x);

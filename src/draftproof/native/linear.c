@@ -112,6 +112,7 @@ static void prepare_blocks(const BlockProduct *of, int64_t row) {
     int64_t chunk = ((row + 1) * of->chunks - 1) / of->rows, size = of->layer->size;
     int64_t from = of->rows * chunk / of->chunks, next = of->rows * (chunk + 1) / of->chunks;
     const bf16 *inputs = of->inputs + row * size;
+    const int shift = (int)formats[of->layer->format].shift;
     for (int64_t span = 0; span < of->spans; span++) {
         Activations *x = of->activations + from * of->spans + span * (next - from) + (row - from);
         for (int64_t g = 0; g < GROUPS; g++) {
@@ -124,10 +125,11 @@ static void prepare_blocks(const BlockProduct *of, int64_t row) {
                 int64_t done = half * 16;
                 int32_t sum = coded(inputs + start + done, left - done, 16, factor, 0,
                                     x->codes + g * 8 + half * 4);
-                both -= sum, x->offset[2 * g + half] = -sum;
+                both -= sum, x->offset[2 * g + half] = -sum * (1 << shift);
                 x->sum[2 * g + half] = (float)-sum * x->scale[g];
             }
-            x->offset[HALVES + g] = both, x->sum[HALVES + g] = (float)both * x->scale[g];
+            x->offset[HALVES + g] = both * (1 << shift);
+            x->sum[HALVES + g] = (float)both * x->scale[g];
         }
     }
 }
@@ -135,8 +137,8 @@ static void prepare_blocks(const BlockProduct *of, int64_t row) {
 /* As multiply_part, of a layer with blocks. */
 static void multiply_blocks(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t stride,
         int64_t rows, int64_t threads) {
-    BlockProduct of = {.layer = layer, .format = formats + layer->format, .inputs = inputs,
-            .out = out, .stride = stride, .rows = rows, .chunks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS,
+    BlockProduct of = {.layer = layer, .inputs = inputs, .out = out, .stride = stride,
+            .rows = rows, .chunks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS,
             .spans = (layer->padded + SPAN - 1) / SPAN};
     int64_t numbers = rows * of.spans * (int64_t)(sizeof(Activations) / sizeof(float));
     if (rows * layer->size <= SMALL) {
@@ -272,10 +274,31 @@ static void pack_block(int64_t format, const uint8_t *block, int64_t output, uin
             (size_t)form->rest);
 }
 
+/* LANES words of the blocks of STRIP rows, from word `first` on, to their places in a record. */
+static void pack_words(int64_t format, const uint8_t *const *blocks, int64_t first,
+        uint8_t *record) {
+    const Format *form = formats + format;
+    for (int side = 0; side < SIDES; side++) {
+        lanes square[LANES];
+        for (int o = 0; o < LANES; o++)
+            memcpy(square + o, blocks[side * LANES + o] + form->first + 4 * first, sizeof *square);
+        transposed(square);
+        for (int k = 0; k < LANES; k++) {
+            bits word = (bits)square[k];
+            if (format == Q8_0) word ^= (int32_t)0x80808080;
+            memcpy(record + (place_of(format, first + k) * STRIP + side * LANES) * 4, &word,
+                    sizeof word);
+        }
+    }
+}
+
 /* The blocks of STRIP rows that make up a record, word by word, so that it is written in order. */
 static void pack_record(int64_t format, const uint8_t *const *blocks, uint8_t *record) {
     const Format *form = formats + format;
-    for (int64_t w = 0; w < form->words; w++) {
+    int64_t w = 0;
+    for (; format != Q5_0 && format != Q5_1 && w + LANES <= form->words; w += LANES)
+        pack_words(format, blocks, w, record);
+    for (; w < form->words; w++) {
         uint32_t words[STRIP];
         for (int64_t o = 0; o < STRIP; o++) {
             memcpy(words + o, blocks[o] + form->first + 4 * w, sizeof *words);
@@ -312,18 +335,17 @@ void draftproof_pack(int64_t format,
  * end. */
 static void span_of_row(const Linear *layer, int64_t row, int64_t span, float *out) {
     const Format *form = formats + layer->format;
-    int64_t words = form->kernel == HALVES_OFFSET || form->kernel == HALVES_MINIMUM ? 4 : 8;
+    int64_t words = form->sums & HALF_GROUPS ? 4 : 8, minimum = form->sums & MINIMUM;
     int64_t left = layer->size - span * SPAN, o = row % STRIP;
-    int minimum = !form->shift;
     Weights weights __attribute__((aligned(64)));
-    unpack_span(layer->format, record_at(layer, row / STRIP, span), groups_of(layer, span),
+    unpack_span[layer->format](record_at(layer, row / STRIP, span), groups_of(layer, span),
             &weights);
     for (int64_t i = 0; i < left && i < SPAN; i++) {
         int64_t part = i / 4 / words;
-        const char *word = weights.codes + i / 32 * weights.stride + i % 32 / 4 * LINE + o * 4;
-        int code = (uint8_t)word[i % 4] - (minimum ? 0 : 1 << form->shift);
-        float value = (float)code * weights.scale[part][o];
-        out[i] = minimum ? value - weights.minimum[part][o] : value;
+        uint32_t word = weights.words[i / 4][o];
+        int code = (uint8_t)(word >> i % 4 * 8) - (minimum ? 0 : 1 << form->shift);
+        float value = (float)code * weights.scales.scale[part][o];
+        out[i] = minimum ? value - weights.scales.minimum[part][o] : value;
     }
 }
 

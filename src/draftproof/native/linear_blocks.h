@@ -16,44 +16,45 @@ enum { NO_BLOCKS, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ
     MXFP4, FORMATS };
 
 /* A block in a file: how many inputs it has, its bytes, its words and the byte that these begin at,
- * and the bytes of its rest and where this begins. Codes are `bits` wide and are less by `offset`,
- * a power of two, or have a minimum. `per` words share a scale. */
+ * and the bytes of its rest and where this begins. `sums` says how products are summed; codes are
+ * less by the power of two `shift`, or have a minimum. */
 typedef struct {
-    int64_t inputs, bytes, words, first, rest, last, kernel, shift;
+    int64_t inputs, bytes, words, first, rest, last, sums, shift;
 } Format;
 
-/* How products are summed: with a scale for 8 or for 4 words of codes; with an offset of the codes
- * or a minimum; and how large codes are, which matters without VNNI. The last two unpack codes
- * while they multiply. */
-enum { SMALL_OFFSET, SMALL_MINIMUM, MEDIUM_OFFSET, MEDIUM_MINIMUM, HALVES_OFFSET, HALVES_MINIMUM,
-    LARGE_OFFSET, Q4_K_IN_PLACE, Q6_K_IN_PLACE, SUMMATIONS };
+/* How products are summed: how large codes are, which matters without VNNI; whether a scale is of
+ * 16 inputs instead of 32; and whether a minimum is subtracted instead of an offset. */
+enum { BITS_4 = 0, BITS_6 = 1, BITS_8 = 2, HALF_GROUPS = 4, MINIMUM = 8 };
 
 static const Format formats[FORMATS] = {
-    [Q8_0] = {32, 34, 8, 2, 2, 0, LARGE_OFFSET, 7},
-    [Q4_0] = {32, 18, 4, 2, 2, 0, SMALL_OFFSET, 3},
-    [Q4_1] = {32, 20, 5, 0, 0, 0, SMALL_MINIMUM, 0},
-    [Q5_0] = {32, 22, 5, 2, 2, 0, MEDIUM_OFFSET, 4},
-    [Q5_1] = {32, 24, 6, 0, 0, 0, MEDIUM_MINIMUM, 0},
-    [Q2_K] = {256, 84, 21, 0, 0, 0, HALVES_MINIMUM, 0},
-    [Q3_K] = {256, 110, 27, 0, 2, 108, HALVES_OFFSET, 2},
-    [Q4_K] = {256, 144, 36, 0, 0, 0, SMALL_MINIMUM, 0},
-    [Q5_K] = {256, 176, 44, 0, 0, 0, MEDIUM_MINIMUM, 0},
-    [Q6_K] = {256, 210, 52, 0, 2, 208, HALVES_OFFSET, 5},
-    [IQ4_NL] = {32, 18, 4, 2, 2, 0, LARGE_OFFSET, 7},
-    [IQ4_XS] = {256, 136, 34, 0, 0, 0, LARGE_OFFSET, 7},
-    [MXFP4] = {32, 17, 4, 1, 1, 0, LARGE_OFFSET, 7},
+    [Q8_0] = {32, 34, 8, 2, 2, 0, BITS_8, 7},
+    [Q4_0] = {32, 18, 4, 2, 2, 0, BITS_4, 3},
+    [Q4_1] = {32, 20, 5, 0, 0, 0, BITS_4 | MINIMUM, 0},
+    [Q5_0] = {32, 22, 5, 2, 2, 0, BITS_6, 4},
+    [Q5_1] = {32, 24, 6, 0, 0, 0, BITS_6 | MINIMUM, 0},
+    [Q2_K] = {256, 84, 21, 0, 0, 0, BITS_6 | HALF_GROUPS | MINIMUM, 0},
+    [Q3_K] = {256, 110, 27, 0, 2, 108, BITS_6 | HALF_GROUPS, 2},
+    [Q4_K] = {256, 144, 36, 0, 0, 0, BITS_4 | MINIMUM, 0},
+    [Q5_K] = {256, 176, 44, 0, 0, 0, BITS_6 | MINIMUM, 0},
+    [Q6_K] = {256, 210, 52, 0, 2, 208, BITS_6 | HALF_GROUPS, 5},
+    [IQ4_NL] = {32, 18, 4, 2, 2, 0, BITS_8, 7},
+    [IQ4_XS] = {256, 136, 34, 0, 0, 0, BITS_8, 7},
+    [MXFP4] = {32, 17, 4, 1, 1, 0, BITS_8, 7},
 };
 
-/* Inputs, words and groups of 32 inputs that are unpacked and multiplied at a time. */
+/* Inputs, and groups of 32 or 16 inputs, whose scales are unpacked at a time. */
 enum { SPAN = 256, SPAN_WORDS = SPAN / 4, GROUPS = SPAN / 32, HALVES = SPAN / 16 };
 /* Bytes that memory is asked for ahead of time, and the caches that it is asked for, as
  * __builtin_prefetch numbers them. */
-enum { AHEAD = 8192, FAR = 12288, NEAR = 2048, SECOND_CACHE = 2, FIRST_CACHE = 3 };
-/* Rows that are multiplied at a time, so that their sums stay in registers. */
-enum { BLOCK_ROWS = 8, BLOCK_CHUNKS = ROWS / BLOCK_ROWS };
+enum { FAR = 12288, NEAR = 2048, SECOND_CACHE = 2, FIRST_CACHE = 3 };
+/* Rows whose activations and sums stay in the first cache while a span is multiplied with them. */
+enum { BLOCK_ROWS = 32, BLOCK_CHUNKS = ROWS / BLOCK_ROWS };
+/* Vectors of outputs whose codes, of a group of inputs, are in registers at a time. */
+#define BLOCK_SIDES (LANES == 8 ? 1 : 2)
 
 /* SPAN activations of a row. `offset` has minus the sum of the codes of each 16 inputs, then of
- * each 32; `sum` has these times the scale. */
+ * each 32, times the power of two that weights are less by; `sum` has minus the sum of the codes
+ * times the scale. */
 typedef struct {
     int32_t codes[SPAN_WORDS];
     float scale[GROUPS];
@@ -61,19 +62,13 @@ typedef struct {
     float sum[HALVES + GROUPS];
 } Activations;
 
-/* SPAN inputs of a strip of weights: codes of 8 bits, words of a group `stride` bytes after those
- * of the group before; a scale and a minimum for each group, or half of one. Codes that are read
- * where they are stored are asked for `ahead` bytes ahead. */
+/* The scales and minimums of SPAN inputs of a strip: one for each group, or half of one. */
 typedef struct {
-    uint32_t words[SPAN_WORDS][STRIP];
     float scale[HALVES][STRIP], minimum[HALVES][STRIP];
-    const char *codes, *record;
-    int64_t stride, ahead;
-} Weights;
+} Scales;
 
 typedef struct {
     const Linear *layer;
-    const Format *format;
     const bf16 *inputs;
     bf16 *out;
     int64_t stride, rows, chunks, spans;        /* stride: numbers of `out` between rows */
@@ -84,15 +79,12 @@ ALWAYS bits word_at(const char *record, int64_t word, int64_t side) {
     const char *from = record + (word * STRIP + side * LANES) * 4;
     bits w;
     memcpy(&w, from, sizeof w);
-    __builtin_prefetch(from + AHEAD, 0, SECOND_CACHE);
     return w;
 }
 
 /* The rests of a record, in half precision, after so many words. */
 ALWAYS lanes rest_at(const char *record, int64_t words, int64_t side) {
-    const char *from = record + words * 4 * STRIP + side * LANES * 2;
-    __builtin_prefetch(from + AHEAD, 0, SECOND_CACHE);
-    return from_half((const uint16_t *)from);
+    return from_half((const uint16_t *)(record + words * 4 * STRIP + side * LANES * 2));
 }
 
 /* Single precision of the half precision in the lower 16 bits. */
@@ -100,8 +92,8 @@ ALWAYS lanes half_of(bits w) {
     return from_halves(lower_halves(w & 0xffff));
 }
 
-ALWAYS bits shifted(bits w, const int right) {                          /* unsigned */
-    return (bits)((words)w >> right);
+ALWAYS bits shifted(bits w, int64_t right) {                            /* unsigned */
+    return (bits)((words)w >> (int)right);
 }
 
 ALWAYS bits byte_of(bits w, const int number) { return shifted(w, 8 * number) & 0xff; }
@@ -119,97 +111,50 @@ static const uint8_t floats_of_4[16] = {128, 129, 130, 131, 132, 134, 136, 140, 
 #define LOW_6 0x3f3f3f3f
 #define EACH_NUMBER(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < count; i++)
 
-ALWAYS void put(Weights *to, int word, int side, bits codes) {
-    memcpy(&to->words[word][side * LANES], &codes, sizeof codes);
-}
-
-ALWAYS void put_scale(Weights *to, int group, int side, lanes scale) {
+ALWAYS void put_scale(Scales *to, int group, int side, lanes scale) {
     memcpy(&to->scale[group][side * LANES], &scale, sizeof scale);
 }
 
-ALWAYS void put_minimum(Weights *to, int group, int side, lanes minimum) {
+ALWAYS void put_minimum(Scales *to, int group, int side, lanes minimum) {
     memcpy(&to->minimum[group][side * LANES], &minimum, sizeof minimum);
-}
-
-/* Words `from` to `from + 4` of 32 codes: the lower halves of bytes are the first 16. */
-ALWAYS void put_nibbles(Weights *to, int group, int side, const char *record, int from,
-        const uint8_t *table, const int fifth, bits high) {
-    EACH_NUMBER(w, 4) {
-        bits both = word_at(record, from + w, side), low = both & LOW_4;
-        bits upper = shifted(both, 4) & LOW_4;
-        if (table) low = looked_up(table, low), upper = looked_up(table, upper);
-        if (fifth) {
-            low |= (shifted(high, w) & 0x01010101) << 4;
-            upper |= (shifted(high, w + 4) & 0x01010101) << 4;
-        }
-        put(to, group * 8 + w, side, low), put(to, group * 8 + 4 + w, side, upper);
-    }
-}
-
-/* Formats with blocks of 32 inputs: a record for each group. */
-ALWAYS void unpack_groups(const int format, const char *record, int64_t groups, Weights *to) {
-    const Format *form = formats + format;
-    const int pair = format == Q4_1 || format == Q5_1, fifth = format == Q5_0 || format == Q5_1;
-    const uint8_t *table = format == IQ4_NL ? nonlinear : format == MXFP4 ? floats_of_4 : NULL;
-    for (int g = 0; g < groups; g++, record += form->bytes * STRIP)
-        _Pragma("GCC unroll 4") for (int side = 0; side < SIDES; side++) {
-            if (pair) {
-                bits both = word_at(record, 0, side);
-                put_scale(to, g, side, half_of(both));
-                /* stored as what is subtracted */
-                put_minimum(to, g, side, -half_of(shifted(both, 16)));
-            } else if (format == MXFP4) {
-                const char *exponents = record + form->words * 4 * STRIP + side * LANES;
-                bits e = from_unsigned_bytes(exponents), tiny = e < 2;
-                put_scale(to, g, side, (lanes)((tiny & (((e & 1) + 1) << 21))
-                                               | (~tiny & ((e - 1) << 23))));
-            } else put_scale(to, g, side, rest_at(record, form->words, side));
-            if (format == Q8_0) continue;
-            bits high = fifth ? word_at(record, pair, side) : (bits){};
-            put_nibbles(to, g, side, record, pair + fifth, table, fifth, high);
-        }
-}
-
-/* The scales and minimums of Q4_K and Q5_K, 6 bits each in three words. */
-ALWAYS void unpack_scales(const char *record, int side, Weights *to) {
-    bits head = word_at(record, 0, side), a = word_at(record, 1, side);
-    bits b = word_at(record, 2, side), c = word_at(record, 3, side);
-    lanes unit = half_of(head), least = half_of(shifted(head, 16));
-    bits scale[2] = {a & LOW_6, (c & LOW_4) | (shifted(a, 6) & LOW_2) << 4};
-    bits minimum[2] = {b & LOW_6, (shifted(c, 4) & LOW_4) | (shifted(b, 6) & LOW_2) << 4};
-    EACH_NUMBER(g, GROUPS) {
-        put_scale(to, g, side, unit * number(byte_of(scale[g / 4], g % 4)));
-        put_minimum(to, g, side, least * number(byte_of(minimum[g / 4], g % 4)));
-    }
 }
 
 #define EACH_SIDE_OF_STRIP _Pragma("GCC unroll 4") for (int side = 0; side < SIDES; side++)
 
-ALWAYS void unpack_4_or_5(const int fifth, const char *record, Weights *to) {
-    for (int pair = 0; pair < 4; pair++) EACH_NUMBER(w, 8) EACH_SIDE_OF_STRIP {
-        bits both = word_at(record, 4 + 8 * fifth + 8 * pair + w, side), low = both & LOW_4;
-        bits upper = shifted(both, 4) & LOW_4;
-        if (fifth) {
-            bits high = shifted(word_at(record, 4 + w, side), 2 * pair);
-            low |= (high & 0x01010101) << 4, upper |= (shifted(high, 1) & 0x01010101) << 4;
+/* Scales of formats with blocks of 32 inputs, which have a record for each group. */
+ALWAYS void scales_of_groups(const int format, const char *record, int64_t groups, Scales *to) {
+    const Format *form = formats + format;
+    for (int g = 0; g < groups; g++, record += form->bytes * STRIP) EACH_SIDE_OF_STRIP {
+        if (form->sums & MINIMUM) {
+            bits both = word_at(record, 0, side);
+            put_scale(to, g, side, half_of(both));
+            /* stored as what is subtracted */
+            put_minimum(to, g, side, -half_of(shifted(both, 16)));
+        } else if (format == MXFP4) {
+            const char *exponents = record + form->words * 4 * STRIP + side * LANES;
+            bits e = from_unsigned_bytes(exponents), tiny = e < 2;
+            put_scale(to, g, side, (lanes)((tiny & (((e & 1) + 1) << 21))
+                                           | (~tiny & ((e - 1) << 23))));
+        } else put_scale(to, g, side, rest_at(record, form->words, side));
+    }
+}
+
+/* The scales and minimums of Q4_K and Q5_K, 6 bits each in three words. */
+ALWAYS void scales_of_4_or_5(const char *record, Scales *to) {
+    EACH_SIDE_OF_STRIP {
+        bits head = word_at(record, 0, side), a = word_at(record, 1, side);
+        bits b = word_at(record, 2, side), c = word_at(record, 3, side);
+        lanes unit = half_of(head), least = half_of(shifted(head, 16));
+        bits scale[2] = {a & LOW_6, (c & LOW_4) | (shifted(a, 6) & LOW_2) << 4};
+        bits minimum[2] = {b & LOW_6, (shifted(c, 4) & LOW_4) | (shifted(b, 6) & LOW_2) << 4};
+        EACH_NUMBER(g, GROUPS) {
+            put_scale(to, g, side, unit * number(byte_of(scale[g / 4], g % 4)));
+            put_minimum(to, g, side, least * number(byte_of(minimum[g / 4], g % 4)));
         }
-        put(to, 16 * pair + w, side, low), put(to, 16 * pair + 8 + w, side, upper);
     }
 }
 
-ALWAYS void unpack_6(const char *record, Weights *to) {
-    for (int n = 0; n < 2; n++) EACH_NUMBER(w, 8) EACH_SIDE_OF_STRIP {
-        int at = 24 * n + 3 * w;
-        bits a = word_at(record, at, side), b = word_at(record, at + 1, side);
-        bits high = word_at(record, at + 2, side);
-        put(to, 32 * n + w, side, (a & LOW_4) | (high & LOW_2) << 4);
-        put(to, 32 * n + 8 + w, side, (b & LOW_4) | (high << 2 & 0x30303030));
-        put(to, 32 * n + 16 + w, side, (shifted(a, 4) & LOW_4) | (high & 0x30303030));
-        put(to, 32 * n + 24 + w, side, (shifted(b, 4) & LOW_4) | (shifted(high, 2) & 0x30303030));
-    }
-}
-
-ALWAYS void unpack_scales_6(const char *record, Weights *to) {
+ALWAYS void scales_of_6(const char *record, Scales *to) {
     EACH_SIDE_OF_STRIP {
         lanes unit = rest_at(record, 52, side);
         for (int i = 0; i < 4; i++) {
@@ -220,7 +165,7 @@ ALWAYS void unpack_scales_6(const char *record, Weights *to) {
     }
 }
 
-ALWAYS void unpack_2(const char *record, Weights *to) {
+ALWAYS void scales_of_2(const char *record, Scales *to) {
     for (int side = 0; side < SIDES; side++) {
         bits head = word_at(record, 20, side);
         lanes unit = half_of(head), least = half_of(shifted(head, 16));
@@ -231,14 +176,10 @@ ALWAYS void unpack_2(const char *record, Weights *to) {
                 put_minimum(to, 4 * i + k, side, least * number(shifted(byte_of(both, k), 4)));
             }
         }
-        for (int n = 0; n < 2; n++) EACH_NUMBER(w, 8) {
-            bits all = word_at(record, 4 + 8 * n + w, side);
-            EACH_NUMBER(j, 4) put(to, 32 * n + 8 * j + w, side, shifted(all, 2 * j) & LOW_2);
-        }
     }
 }
 
-ALWAYS void unpack_3(const char *record, Weights *to) {
+ALWAYS void scales_of_3(const char *record, Scales *to) {
     for (int side = 0; side < SIDES; side++) {
         bits a = word_at(record, 24, side), b = word_at(record, 25, side);
         bits c = word_at(record, 26, side);
@@ -249,15 +190,10 @@ ALWAYS void unpack_3(const char *record, Weights *to) {
         lanes unit = rest_at(record, 27, side);
         EACH_NUMBER(i, HALVES)
             put_scale(to, i, side, unit * number(byte_of(scales[i / 4], i % 4) - 32));
-        for (int n = 0; n < 2; n++) EACH_NUMBER(w, 8) {
-            bits all = word_at(record, 8 + 8 * n + w, side), high = word_at(record, w, side);
-            EACH_NUMBER(j, 4) put(to, 32 * n + 8 * j + w, side, (shifted(all, 2 * j) & LOW_2)
-                    | (shifted(high, 4 * n + j) & 0x01010101) << 2);
-        }
     }
 }
 
-ALWAYS void unpack_nonlinear(const char *record, Weights *to) {
+ALWAYS void scales_of_nonlinear(const char *record, Scales *to) {
     for (int side = 0; side < SIDES; side++) {
         bits head = word_at(record, 0, side), low = word_at(record, 1, side);
         lanes unit = half_of(head);
@@ -265,236 +201,201 @@ ALWAYS void unpack_nonlinear(const char *record, Weights *to) {
         EACH_NUMBER(g, GROUPS) {
             bits scale = (shifted(low, 4 * g) & 15) | (shifted(high, 2 * g) & 3) << 4;
             put_scale(to, g, side, unit * number(scale - 32));
-            put_nibbles(to, g, side, record, 2 + 4 * g, nonlinear, 0, (bits){});
         }
     }
 }
 
-/* Unpack the scales of a record in a format whose codes are unpacked while they are multiplied. */
-static void unpack_scales_of(int64_t format, const char *record, Weights *to) {
-    to->record = record;
-    if (format == Q6_K) unpack_scales_6(record, to);
-    else EACH_SIDE_OF_STRIP unpack_scales(record, side, to);
-}
-
-/* Unpack `groups` groups of 32 inputs, all GROUPS where a block has SPAN inputs. */
-static void unpack_span(int64_t format, const char *record, int64_t groups, Weights *to) {
-    if (format == Q4_K || format == Q5_K || format == Q6_K) unpack_scales_of(format, record, to);
-    to->codes = (const char *)to->words, to->stride = 8 * LINE, to->ahead = 0;
+/* The scales of a span, of which `groups` groups are there: all where a block has SPAN inputs. */
+ALWAYS void scales_of(const int format, const char *record, int64_t groups, Scales *to) {
     switch (format) {
-    case Q8_0:
-        to->codes = record, to->stride = formats[Q8_0].bytes * STRIP, to->ahead = AHEAD;
-        unpack_groups(Q8_0, record, groups, to);
-        break;
-    case Q4_0: unpack_groups(Q4_0, record, groups, to); break;
-    case Q4_1: unpack_groups(Q4_1, record, groups, to); break;
-    case Q5_0: unpack_groups(Q5_0, record, groups, to); break;
-    case Q5_1: unpack_groups(Q5_1, record, groups, to); break;
-    case IQ4_NL: unpack_groups(IQ4_NL, record, groups, to); break;
-    case MXFP4: unpack_groups(MXFP4, record, groups, to); break;
-    case Q2_K: unpack_2(record, to); break;
-    case Q3_K: unpack_3(record, to); break;
-    case Q4_K: unpack_4_or_5(0, record, to); break;
-    case Q5_K: unpack_4_or_5(1, record, to); break;
-    case Q6_K: unpack_6(record, to); break;
-    case IQ4_XS: unpack_nonlinear(record, to); break;
+    case Q2_K: scales_of_2(record, to); break;
+    case Q3_K: scales_of_3(record, to); break;
+    case Q4_K: case Q5_K: scales_of_4_or_5(record, to); break;
+    case Q6_K: scales_of_6(record, to); break;
+    case IQ4_XS: scales_of_nonlinear(record, to); break;
+    default: scales_of_groups(format, record, groups, to);
     }
 }
 
-#define EACH_ROW _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
-#define EACH_SIDE _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
+/* Groups of a span whose codes share words in such a way that it is worth to unpack each group by
+ * instructions of its own. */
+ALWAYS int together(const int format) { return format == Q4_K ? 2 : format == Q6_K ? 4 : 1; }
 
-/* Add the products of `count` words of weights, V vectors of outputs, with those of R rows. Codes
- * of weights are unsigned. Without VNNI products are summed in 16 bits, so many words of them as
- * these hold: 8 of codes up to 15, 2 of codes up to 63; of larger codes, one word of their
- * distances from 128, the signs of which go over to the activations. */
-ALWAYS void add_words(const int large, const int small, const int R, const int V, const int count,
-        const char *codes, int64_t ahead, const Activations *x, int64_t word, bits (*dot)[4]) {
-#if !WIDE_CODES
-    (void)small;
-    _Pragma("GCC unroll 8") for (int k = 0; k < count; k++) {
-        bits weight[4];
-        EACH_SIDE {
-            memcpy(&weight[v], codes + k * LINE + v * sizeof(bits), sizeof(bits));
-            if (large) __builtin_prefetch(codes + k * LINE + v * sizeof(bits) + ahead, 0,
-                    SECOND_CACHE);
-            if (large) weight[v] = AS_SIGNED(weight[v]);
-        }
-        EACH_ROW EACH_SIDE dot[r][v] = dotted(dot[r][v], weight[v], x[r].codes[word + k]);
+/* Word `w` of the codes of 32 inputs whose lower halves of bytes are the first 16. */
+ALWAYS bits nibble_word(const char *record, int64_t from, const int w, int64_t side,
+        const uint8_t *table) {
+    bits both = word_at(record, from + w % 4, side);
+    bits codes = (w < 4 ? both : shifted(both, 4)) & LOW_4;
+    return table ? looked_up(table, codes) : codes;
+}
+
+/* Word `w` of the codes of group `first + g` of a span, in bytes: unsigned, four inputs each.
+ * `first` is a multiple of `together(format)`, which `g` is less than. */
+ALWAYS bits code_word(const int format, const char *record, int64_t first, const int g,
+        const int w, int64_t side) {
+    const Format *form = formats + format;
+    const int64_t group = first + g;
+    if (form->inputs == 32) record += group * form->bytes * STRIP;
+    int64_t half = group / 4, part = group % 4;         /* of formats with 2 bits in a byte */
+    switch (format) {
+    case Q8_0: return word_at(record, w, side);
+    case Q4_0: return nibble_word(record, 0, w, side, NULL);
+    case Q4_1: return nibble_word(record, 1, w, side, NULL);
+    case Q5_0: case Q5_1: {
+        const int pair = format == Q5_1;
+        bits fifth = shifted(word_at(record, pair, side), w) & 0x01010101;
+        return nibble_word(record, pair + 1, w, side, NULL) | fifth << 4;
     }
+    case IQ4_NL: return nibble_word(record, 0, w, side, nonlinear);
+    case MXFP4: return nibble_word(record, 0, w, side, floats_of_4);
+    case IQ4_XS: return nibble_word(record, 2 + 4 * group, w, side, nonlinear);
+    case Q4_K: {
+        bits both = word_at(record, 4 + 4 * first + w, side);
+        return (g ? shifted(both, 4) : both) & LOW_4;
+    }
+    case Q5_K: {
+        bits low = shifted(word_at(record, 12 + group / 2 * 8 + w, side), group % 2 * 4) & LOW_4;
+        return low | (shifted(word_at(record, 4 + w, side), group) & 0x01010101) << 4;
+    }
+    case Q6_K: {
+        int64_t at = 6 * first + 3 * w;
+        bits both = word_at(record, at + g % 2, side), high = word_at(record, at + 2, side);
+        bits low = (g < 2 ? both : shifted(both, 4)) & LOW_4;
+        if (!g) return low | (high & LOW_2) << 4;
+        return low | ((g == 1 ? high << 2 : g == 2 ? high : shifted(high, 2)) & 0x30303030);
+    }
+    case Q2_K: return shifted(word_at(record, 4 + 8 * half + w, side), 2 * part) & LOW_2;
+    default: {                                          /* Q3_K */
+        bits low = shifted(word_at(record, 8 + 8 * half + w, side), 2 * part) & LOW_2;
+        return low | (shifted(word_at(record, w, side), group) & 0x01010101) << 2;
+    }
+    }
+}
+
+/* `start` and the products of `count` words of codes with those of a row. Codes of weights are
+ * unsigned. Without VNNI products are summed in 16 bits, so many words of them as these hold: 8 of
+ * small codes, up to 15; 2 of medium ones, up to 63; of large ones, one word of their distances
+ * from 128, the signs of which go over to the activations. */
+ALWAYS bits dot_of(const int sums, const int count, const bits *weight, const int32_t *codes,
+        bits start) {
+#if !WIDE_CODES
+    (void)sums;
+    _Pragma("GCC unroll 8") for (int k = 0; k < count; k++)
+        start = dotted(start, weight[k], codes[k]);
 #else
-    const int together = large ? 1 : small ? count : 2;
+    const int together = sums & BITS_8 ? 1 : sums & BITS_6 ? 2 : count;
     const __m256i units = _mm256_set1_epi16(1);
     _Pragma("GCC unroll 8") for (int k = 0; k < count; k += together) {
-        __m256i sum[BLOCK_ROWS][4];
-        _Pragma("GCC unroll 8") for (int j = 0; j < together; j++) {
-            __m256i weight[4], size[4];
-            EACH_SIDE {
-                memcpy(&weight[v], codes + (k + j) * LINE + v * sizeof(bits), sizeof(bits));
-                if (!large) continue;
-                weight[v] = _mm256_xor_si256(weight[v], _mm256_set1_epi8(-128));
-                size[v] = _mm256_abs_epi8(weight[v]);
-                if (v % 2 == 0) __builtin_prefetch(codes + k * LINE + v * sizeof(bits) + ahead, 0,
-                    SECOND_CACHE);
-            }
-            EACH_ROW {
-                __m256i code = _mm256_set1_epi32(x[r].codes[word + k + j]);
-                EACH_SIDE {
-                    __m256i two = large
-                            ? _mm256_maddubs_epi16(size[v], _mm256_sign_epi8(code, weight[v]))
-                            : _mm256_maddubs_epi16(weight[v], code);
-                    sum[r][v] = j ? _mm256_add_epi16(sum[r][v], two) : two;
-                }
-            }
+        __m256i sum = {};
+        _Pragma("GCC unroll 8") for (int j = k; j < k + together; j++) {
+            __m256i code = _mm256_set1_epi32(codes[j]), w = (__m256i)weight[j];
+            __m256i two = sums & BITS_8
+                    ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(code, w))
+                    : _mm256_maddubs_epi16(w, code);
+            sum = j > k ? _mm256_add_epi16(sum, two) : two;
         }
-        EACH_ROW EACH_SIDE dot[r][v] += (bits)_mm256_madd_epi16(sum[r][v], units);
+        start += (bits)_mm256_madd_epi16(sum, units);
     }
 #endif
+    return start;
 }
 
-#if LANES == 16
-/* A word of a record that memory was asked for by prefetch_part. */
-ALWAYS bits cached_word(const char *record, int64_t word, int64_t side) {
-    bits w;
-    memcpy(&w, record + (word * STRIP + side * LANES) * 4, sizeof w);
-    return w;
-}
-
-/* Ask memory for the part number `step` of `steps` of what follows a record, so that it is one
- * stream, however the words are read: first to the second cache, later to the first. */
-ALWAYS void prefetch_part(const int format, const char *record, int64_t step, const int steps) {
-    const int lines = (int)formats[format].bytes * STRIP / 64;
+/* Ask memory for the part number `step` of `steps` of what follows a span of so many lines, so that
+ * it is one stream, however the words are read: first to the second cache, later to the first. */
+ALWAYS void prefetch_part(const char *record, const int lines, int64_t step, const int steps) {
     record += step * lines / steps * 64;
-    _Pragma("GCC unroll 8") for (int i = 0; i <= lines / steps; i++) {
+    _Pragma("GCC unroll 8") for (int i = 0; i < (lines + steps - 1) / steps; i++) {
         __builtin_prefetch(record + i * 64 + FAR, 0, SECOND_CACHE);
         __builtin_prefetch(record + i * 64 + NEAR, 0, FIRST_CACHE);
     }
 }
 
-/* Codes of Q4_K or Q6_K, unpacked: word `w` of group `g` of the groups whose codes share words,
- * which are the 2 or 4 from `first` on. */
-ALWAYS bits code_word(const int format, const char *record, int64_t first, const int g, const int w,
-        int64_t side) {
-    if (format == Q4_K) {
-        bits both = cached_word(record, 4 + 4 * first + w, side);
-        return (g ? shifted(both, 4) : both) & LOW_4;
-    }
-    int64_t at = 6 * first + 3 * w;
-    bits both = cached_word(record, at + g % 2, side), high = cached_word(record, at + 2, side);
-    bits low = (g < 2 ? both : shifted(both, 4)) & LOW_4;
-    if (!g) return low | (high & LOW_2) << 4;
-    return low | ((g == 1 ? high << 2 : g == 2 ? high : shifted(high, 2)) & 0x30303030);
-}
-
-/* As add_words, for codes of Q4_K or Q6_K that are unpacked on the way, so that no memory is
- * written: words `begin` to `begin + count` of a group. */
-ALWAYS void add_packed(const int format, const int R, const int V, const int count,
-        const char *record, int64_t first, const int g, const int begin, int64_t side,
-        const Activations *x, bits (*dot)[4]) {
-    _Pragma("GCC unroll 8") for (int k = begin; k < begin + count; k++) {
-        bits weight[4];
-        EACH_SIDE weight[v] = code_word(format, record, first, g, k, side + v);
-        EACH_ROW EACH_SIDE
-            dot[r][v] = dotted(dot[r][v], weight[v], x[r].codes[8 * (first + g) + k]);
-    }
-}
-#endif
-
-/* Add `groups` groups of a span to the sums of R rows, V vectors of outputs at a time. */
-ALWAYS void add_span(const int kernel, const int R, const int V, const Weights *weights,
-        const Activations *x, int64_t groups, int shift, lanes (*to)[SIDES]) {
-    const int small = kernel == SMALL_OFFSET || kernel == SMALL_MINIMUM;
-    const int large = kernel == LARGE_OFFSET;
-    const int packed = kernel == Q4_K_IN_PLACE ? Q4_K : kernel == Q6_K_IN_PLACE ? Q6_K : NO_BLOCKS;
-    const int halves = kernel == HALVES_OFFSET || kernel == HALVES_MINIMUM || packed == Q6_K;
-    const int minimum = kernel == SMALL_MINIMUM || kernel == MEDIUM_MINIMUM
-            || kernel == HALVES_MINIMUM || packed == Q4_K;
-    const int parts = 1 + halves, start = halves ? 0 : HALVES;
-    const int shared = packed == Q4_K ? 2 : packed == Q6_K ? 4 : 1;    /* groups whose words are */
-    for (int side = 0; side < SIDES; side += V) {
-        const char *codes = weights->codes + side * sizeof(bits);
-        lanes sum[BLOCK_ROWS][4];
-        EACH_ROW EACH_SIDE sum[r][v] = to[r][side + v];
-        for (int64_t first = 0; first < groups; first += shared, codes += weights->stride)
+/* Add a span of a strip to the sums of `rows` rows. The codes of a group are unpacked into
+ * registers once, for all rows. */
+ALWAYS void add_span(const int format, const char *record, const Scales *scales,
+        const Activations *x, int64_t rows, int64_t groups, int first_rows, lanes (*to)[SIDES]) {
+    const int sums = (int)formats[format].sums, minimum = sums & MINIMUM, V = BLOCK_SIDES;
+    const int parts = sums & HALF_GROUPS ? 2 : 1, count = 8 / parts, start = parts == 2 ? 0 : HALVES;
+    /* the offset is taken off the codes */
+    const int signs = sums & BITS_8 && (WIDE_CODES || SIGNED_WEIGHTS);
+    const int lines = (int)(formats[format].bytes * (SPAN / formats[format].inputs) * STRIP / 64);
+    const int shared = together(format);
+    for (int64_t side = 0; side < SIDES; side += V)
+        for (int64_t first = 0; first < groups; first += shared)
             _Pragma("GCC unroll 8") for (int p = 0; p < shared * parts; p++) {
-                const int g = p / parts, half = p % parts;
-                const int64_t part = first * parts + p, at = start + part;
-                bits dot[BLOCK_ROWS][4];
-                EACH_ROW EACH_SIDE dot[r][v] = minimum || (large && (WIDE_CODES || SIGNED_WEIGHTS)) ? (bits){}
-                        : (bits){} + (x[r].offset[at] << shift);
-#if LANES == 16
-                if (packed) {
-                    prefetch_part(packed, weights->record, (side / V) * GROUPS * parts + part,
-                            (SIDES / V) * GROUPS * parts);
-                    add_packed(packed, R, V, 8 / parts, weights->record, first, g, 4 * half, side,
-                            x, dot);
-                } else
-#endif
-                add_words(large, small, R, V, 8 / parts, codes + half * 4 * LINE,
-                        weights->ahead, x, 8 * first + 4 * half, dot);
-                EACH_SIDE {
-                    lanes scale = loaded(weights->scale[part] + (side + v) * LANES), least = {};
-                    if (minimum) least = loaded(weights->minimum[part] + (side + v) * LANES);
-                    EACH_ROW {
-                        sum[r][v] = fused(scale * x[r].scale[first + g], number(dot[r][v]),
-                                sum[r][v]);
-                        if (minimum) sum[r][v] = fused(least, (lanes){} + x[r].sum[at], sum[r][v]);
-                    }
+            const int g = p / parts, half = p % parts;
+            const int64_t group = first + g, part = first * parts + p, at = start + part;
+            bits weight[2][8];
+            _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
+                _Pragma("GCC unroll 8") for (int k = 0; k < count; k++) {
+                    weight[v][k] = code_word(format, record, first, g, 4 * half + k, side + v);
+                    if (signs) weight[v][k] ^= (int)0x80808080;
+                }
+            if (first_rows)
+                prefetch_part(record, lines, side / V * GROUPS * parts + part,
+                        SIDES / V * GROUPS * parts);
+            lanes scale[2], least[2];
+            _Pragma("GCC unroll 2") for (int v = 0; v < V; v++) {
+                scale[v] = loaded(scales->scale[part] + (side + v) * LANES);
+                if (minimum) least[v] = loaded(scales->minimum[part] + (side + v) * LANES);
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                const int32_t *codes = x[r].codes + 8 * group + 4 * half;
+                lanes unit = spread(x[r].scale[group]);
+                bits dot[2];
+                _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
+                    dot[v] = minimum || signs ? (bits){} : (bits){} + x[r].offset[at];
+                _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
+                    dot[v] = dot_of(sums, count, weight[v], codes, dot[v]);
+                _Pragma("GCC unroll 2") for (int v = 0; v < V; v++) {
+                    lanes sum = fused(scale[v] * unit, number(dot[v]), to[r][side + v]);
+                    if (minimum) sum = fused(least[v], spread(x[r].sum[at]), sum);
+                    to[r][side + v] = sum;
                 }
             }
-        EACH_ROW EACH_SIDE to[r][side + v] = sum[r][v];
-    }
+        }
 }
 
-/* Vectors of outputs that are summed together, for R rows. */
-#if LANES == 16
-#define BLOCK_SIDES(KERNEL, R) ((KERNEL) < Q4_K_IN_PLACE ? 2 : 1)
-#else
-#define BLOCK_SIDES(KERNEL, R) SIDES_OF(R)
-#endif
-#define EACH_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
-#define COUNTS(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, \
-    NAME##_8}
-#define SUMMATION(NAME, KERNEL, R) \
-    static void NAME##_##R(const Weights *weights, const Activations *x, int64_t groups, \
-            int shift, lanes (*to)[SIDES]) { \
-        add_span(KERNEL, R, BLOCK_SIDES(KERNEL, R), weights, x, groups, shift, to); \
+#define EACH_FORMAT(X) X(Q8_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) \
+    X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4)
+
+/* Multiply a span of a strip with the rows of chunks `top` to `bottom`. */
+#define MULTIPLY_SPAN(FORMAT) \
+    static void span_##FORMAT(const BlockProduct *of, const char *record, int64_t span, \
+            int64_t groups, int64_t top, int64_t bottom, lanes (*sums)[SIDES]) { \
+        Scales scales __attribute__((aligned(64))); \
+        scales_of(FORMAT, record, groups, &scales); \
+        int64_t rows = of->rows, chunks = of->chunks, row = rows * top / chunks; \
+        for (int64_t c = top; c < bottom; c++) { \
+            int64_t from = rows * c / chunks, count = rows * (c + 1) / chunks - from; \
+            const Activations *x = of->activations + from * of->spans + span * count; \
+            add_span(FORMAT, record, &scales, x, count, groups, c == top, sums + (from - row)); \
+        } \
     }
-#if WIDE_CODES
-#define SUMMATIONS_OF(R) SUMMATION(small_offset, SMALL_OFFSET, R) \
-    SUMMATION(small_minimum, SMALL_MINIMUM, R) SUMMATION(medium_offset, MEDIUM_OFFSET, R) \
-    SUMMATION(medium_minimum, MEDIUM_MINIMUM, R) SUMMATION(halves_offset, HALVES_OFFSET, R) \
-    SUMMATION(halves_minimum, HALVES_MINIMUM, R) SUMMATION(large_offset, LARGE_OFFSET, R)
-EACH_COUNT(SUMMATIONS_OF)
-static void (*const summations[SUMMATIONS][BLOCK_ROWS])(const Weights *, const Activations *, int64_t,
-        int, lanes (*)[SIDES]) = {
-    [SMALL_OFFSET] = COUNTS(small_offset), [SMALL_MINIMUM] = COUNTS(small_minimum),
-    [MEDIUM_OFFSET] = COUNTS(medium_offset), [MEDIUM_MINIMUM] = COUNTS(medium_minimum),
-    [HALVES_OFFSET] = COUNTS(halves_offset), [HALVES_MINIMUM] = COUNTS(halves_minimum),
-    [LARGE_OFFSET] = COUNTS(large_offset)
-};
-#else                                           /* with VNNI codes of all sizes are alike,
-                                                 * but large ones are read where they are */
-#define SUMMATIONS_OF(R) SUMMATION(offset, SMALL_OFFSET, R) SUMMATION(large, LARGE_OFFSET, R) \
-    SUMMATION(minimum, SMALL_MINIMUM, R) SUMMATION(halves_offset, HALVES_OFFSET, R) \
-    SUMMATION(halves_minimum, HALVES_MINIMUM, R) IN_PLACE_OF(R)
-#if LANES == 16
-#define IN_PLACE_OF(R) SUMMATION(packed_4, Q4_K_IN_PLACE, R) SUMMATION(packed_6, Q6_K_IN_PLACE, R)
-#else
-#define IN_PLACE_OF(R)
-#endif
-EACH_COUNT(SUMMATIONS_OF)
-static void (*const summations[SUMMATIONS][BLOCK_ROWS])(const Weights *, const Activations *, int64_t,
-        int, lanes (*)[SIDES]) = {
-    [SMALL_OFFSET] = COUNTS(offset), [SMALL_MINIMUM] = COUNTS(minimum),
-    [MEDIUM_OFFSET] = COUNTS(offset), [MEDIUM_MINIMUM] = COUNTS(minimum),
-    [HALVES_OFFSET] = COUNTS(halves_offset), [HALVES_MINIMUM] = COUNTS(halves_minimum),
-    [LARGE_OFFSET] = COUNTS(large),
-#if LANES == 16
-    [Q4_K_IN_PLACE] = COUNTS(packed_4), [Q6_K_IN_PLACE] = COUNTS(packed_6)
-#endif
-};
-#endif
+EACH_FORMAT(MULTIPLY_SPAN)
+#define SPAN_OF(FORMAT) [FORMAT] = span_##FORMAT,
+static void (*const spans_of[FORMATS])(const BlockProduct *, const char *, int64_t, int64_t,
+        int64_t, int64_t, lanes (*)[SIDES]) = {EACH_FORMAT(SPAN_OF)};
+
+/* The codes and scales of a span: for reading rows of weights, not for products. */
+typedef struct {
+    uint32_t words[SPAN_WORDS][STRIP];
+    Scales scales;
+} Weights;
+
+#define UNPACK_SPAN(FORMAT) \
+    static void unpack_##FORMAT(const char *record, int64_t groups, Weights *to) { \
+        scales_of(FORMAT, record, groups, &to->scales); \
+        for (int64_t g = 0; g < groups; g++) EACH_SIDE_OF_STRIP EACH_NUMBER(w, 8) { \
+            bits codes = code_word(FORMAT, record, g & -together(FORMAT), \
+                    (int)(g & (together(FORMAT) - 1)), w, side); \
+            memcpy(&to->words[8 * g + w][side * LANES], &codes, sizeof codes); \
+        } \
+    }
+EACH_FORMAT(UNPACK_SPAN)
+#define UNPACK_OF(FORMAT) [FORMAT] = unpack_##FORMAT,
+static void (*const unpack_span[FORMATS])(const char *, int64_t, Weights *) = {
+    EACH_FORMAT(UNPACK_OF)};
 
 /* The record of a strip that a span begins with. */
 static inline const char *record_at(const Linear *layer, int64_t strip, int64_t span) {
@@ -529,27 +430,14 @@ static void finish_blocks(const BlockProduct *of, int64_t strip, int64_t row, in
  * BLOCK_CHUNKS. */
 static void block_panel(const BlockProduct *of, int64_t first, int64_t last, int64_t top,
         int64_t bottom) {
-    int64_t rows = of->rows, chunks = of->chunks, format = of->layer->format;
-    int64_t row = rows * top / chunks, end = rows * bottom / chunks, kernel = of->format->kernel;
-    /* with codes that are used once, and 32 registers */
-    int packed = LANES == 16 && bottom - top == 1 && (format == Q4_K || format == Q6_K);
-    if (packed) kernel = format == Q4_K ? Q4_K_IN_PLACE : Q6_K_IN_PLACE;
+    int64_t rows = of->rows, chunks = of->chunks, row = rows * top / chunks,
+            end = rows * bottom / chunks;
     lanes sums[STRIPS][ROWS][SIDES];
-    Weights weights __attribute__((aligned(64)));     /* no store crosses a line */
     for (int64_t s = first; s < last; s++)
         memset(sums[s - first], 0, (size_t)(end - row) * sizeof *sums[0]);
     for (int64_t span = 0; span < of->spans; span++)
-        for (int64_t s = first; s < last; s++) {
-            int64_t groups = groups_of(of->layer, span);
-            const char *record = record_at(of->layer, s, span);
-            if (packed) unpack_scales_of(format, record, &weights);
-            else unpack_span(format, record, groups, &weights);
-            for (int64_t c = top; c < bottom; c++) {
-                int64_t from = rows * c / chunks, count = rows * (c + 1) / chunks - from;
-                const Activations *x = of->activations + from * of->spans + span * count;
-                summations[kernel][count - 1](&weights, x, groups,
-                        (int)of->format->shift, sums[s - first] + (from - row));
-            }
-        }
+        for (int64_t s = first; s < last; s++)
+            spans_of[of->layer->format](of, record_at(of->layer, s, span), span,
+                    groups_of(of->layer, span), top, bottom, sums[s - first]);
     for (int64_t s = first; s < last; s++) finish_blocks(of, s, row, end, sums[s - first]);
 }
