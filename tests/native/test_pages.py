@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftproof.native import pages
 from draftproof.native.pages import enlarge, release
 
 SMAPS = Path("/proc/self/smaps")
@@ -29,12 +30,33 @@ def told(address: int) -> str:
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no word for large pages here")
-def test_large_pages_are_asked_for() -> None:
+def test_large_pages_are_asked_for_where_they_cannot_be_made_later(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "can_collapse", lambda: False)
     numbers = enlarge(torch.empty(1 << 22))
     if not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this system has no large pages")
     assert re.search(r"VmFlags:.*\bhg\b", told(numbers.data_ptr() + numbers.nbytes // 2))
     assert numbers.fill_(1).sum() == len(numbers)
+
+
+@pytest.mark.skipif(sys.platform == "linux" and not pages.can_collapse(),
+                    reason="large pages cannot be made later here")
+def test_numbers_move_to_large_pages_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = list[int]()
+    monkeypatch.setattr(pages, "DELAY", 0.0)
+    monkeypatch.setattr(pages, "collapse", lambda tensor: moved.append(tensor.data_ptr()))
+    collapser = pages._Collapser()
+    numbers = torch.arange(1 << 22)
+    collapser.add(torch.empty(8))                       # gone before its turn
+    collapser.add(numbers)
+    while (thread := collapser._thread) is not None:
+        thread.join()
+    assert moved == [numbers.data_ptr()]
+    monkeypatch.undo()
+    pages.collapse(numbers)
+    assert torch.equal(numbers, torch.arange(1 << 22))
 
 
 @pytest.mark.parametrize("is_file", [False, True])

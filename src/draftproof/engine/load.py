@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -101,10 +102,13 @@ def build(config: EngineConfig) -> Engine:
             target = native_target(native, config, codec)
         else:
             packs = not config.compile and config.quantize is None
+            codec_later = _codec_of_file(config)
             loaded = open_model(config.model, config, packs=packs, group=group)
             doing("comparing it with transformers' own forward")
             target = target_of(loaded, kv_cache=config.kv_cache, group=group)
-            codec = codec_of(config.tokenizer, config.model, loaded, config.trust_remote_code)
+            codec = codec_later.result() if codec_later is not None else codec_of(
+                config.tokenizer, config.model, loaded, config.trust_remote_code
+            )
     drafter: Drafter | None = None
     original = target.model
     if itself is not None and itself.keywords["quantize"]:  # of the original, before it is given up
@@ -131,6 +135,20 @@ def build(config: EngineConfig) -> Engine:
         lossy=config.typical, budget=config.budget, sampling=sampling, stop_tokens=stop_tokens,
         shapes=shapes,
     )  # fmt: skip
+
+
+def _codec_of_file(config: EngineConfig) -> Future[Codec | None] | None:
+    """The tokenizer of a GGUF file, built while another thread reads the weights; None for other
+    models."""
+    if not isinstance(config.model, (str, Path)) or not GGUFFile.recognises(config.model):
+        return None
+    GGUFFile.open(config.model)                         # once, for both
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(
+        codec_of, config.tokenizer, config.model, None, config.trust_remote_code
+    )
+    pool.shutdown(wait=False)
+    return future
 
 
 def _shown(model: Any) -> str:

@@ -203,8 +203,10 @@ def interleaved(weight: Tensor, fold: int) -> Tensor:
     padded = F.pad(weight, (0, -inputs % (WORDS * fold), 0, -outputs % STRIP)).contiguous()
     # `fold` numbers are one word
     words = padded.view(torch.int32).view(len(padded) // STRIP, STRIP, -1).transpose(1, 2)
-    packed = enlarge(torch.empty(words.shape, dtype=torch.int32)).copy_(words)
-    return packed.view(weight.dtype).view(len(packed), -1, STRIP, fold)
+    packed = torch.empty(words.shape, dtype=torch.int32)
+    result = enlarge(packed.view(weight.dtype).view(len(packed), -1, STRIP, fold))
+    packed.copy_(words)
+    return result
 
 
 def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
