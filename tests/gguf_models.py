@@ -45,13 +45,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                "query_pre_attn_scalar": 32}),
 }  # fmt: skip
 """Models by name: their type in transformers and settings beyond `SIZES`."""
-ARCHITECTURES = {"gemma3_text": "gemma3"}
-PAIRED = {"llama", "granite", "smollm3"}
+BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4": ("glm4", {"head_dim": 16}),
+    "mistral3": ("ministral3", {"head_dim": 16, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16}}),
+    "mistral3-plain": ("mistral", {"head_dim": 32, "sliding_window": None}),
+    "qwen3moe": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+                               "moe_intermediate_size": 32, "norm_topk_prob": True}),
+}  # fmt: skip
+"""Those whose files are mapped here, and run by transformers (the plain one by our forward)."""
+ARCHITECTURES = {"gemma3_text": "gemma3", "ministral3": "mistral3", "mistral": "mistral3",
+                 "qwen3_moe": "qwen3moe"}
+PAIRED = {"llama", "granite", "smollm3", "mistral3"}
 
 
 def tiny(name: str) -> Any:
     """A model with random weights, norms and biases included, in float32."""
-    kind, settings = FAMILIES[name]
+    kind, settings = {**FAMILIES, **BY_TRANSFORMERS}[name]
     config = transformers.AutoConfig.for_model(kind, **{**SIZES, **settings})
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -83,6 +95,9 @@ def save(model: Any, path: Path, types: str | None = None, parts: int = 0,
     for key, weight in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if "experts" in key:
+            tensors |= experts_of(key, weight.float())
+            continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         tensors[name] = stored(architecture, config, key, weight.float()).numpy()
     keys = settings(architecture, config, tensors)
@@ -103,6 +118,16 @@ def stored(architecture: str, config: Any, key: str, weight: torch.Tensor) -> to
     return weight.contiguous()
 
 
+def experts_of(key: str, weight: torch.Tensor) -> dict[str, np.ndarray]:
+    """The experts of a layer as the file has them, gates apart from what they let through."""
+    layer = key.split(".")[2]
+    if key.endswith("down_proj"):
+        return {f"blk.{layer}.ffn_down_exps.weight": weight.numpy()}
+    gate, up = weight.chunk(2, dim=1)
+    return {f"blk.{layer}.ffn_gate_exps.weight": gate.contiguous().numpy(),
+            f"blk.{layer}.ffn_up_exps.weight": up.contiguous().numpy()}
+
+
 def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> dict[str, Any]:
     """The metadata of a model; adds tensors of rotary factors."""
     ropes = config.rope_parameters
@@ -114,7 +139,8 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
         ".attention.head_count": config.num_attention_heads,
         ".attention.head_count_kv": config.num_key_value_heads,
         ".attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        ".attention.key_length": head_dim, ".rope.dimension_count": head_dim,
+        ".attention.key_length": head_dim,
+        ".rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
         ".rope.freq_base": float(rope["rope_theta"]),
     }  # fmt: skip
     kind = rope["rope_type"]
@@ -136,6 +162,15 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
                  ".logit_scale": config.logits_scaling}  # fmt: skip
     if architecture in ("phi3", "gemma3"):
         keys[".attention.sliding_window"] = config.sliding_window or 0
+    if "llama_4_scaling_beta" in rope:
+        keys |= {".attention.temperature_scale": rope["llama_4_scaling_beta"],
+                 ".rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+                 ".rope.scaling.yarn_beta_fast": rope["beta_fast"],
+                 ".rope.scaling.yarn_beta_slow": rope["beta_slow"]}  # fmt: skip
+    if architecture == "qwen3moe":
+        keys |= {".expert_count": config.num_experts,
+                 ".expert_used_count": config.num_experts_per_tok,
+                 ".expert_feed_forward_length": config.moe_intermediate_size}  # fmt: skip
     if local is not None:
         keys[".rope.freq_base_swa"] = float(local["rope_theta"])
     for role, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):

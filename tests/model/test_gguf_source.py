@@ -15,6 +15,7 @@ from draftproof.gguf.config import model_of
 from draftproof.gguf.file import GGUFFile
 from draftproof.model.gguf_model import unpacked
 from draftproof.model.gguf_source import native_gguf
+from draftproof.model.loading import load_model
 from draftproof.model.target import target_of
 from draftproof.native.kernels import kernels
 from draftproof.weights.block_linear import BlockTable
@@ -41,6 +42,21 @@ def test_families_agree_with_transformers_in_float32(name: str, tmp_path: Path) 
     path = gguf_models.save(gguf_models.tiny(name), tmp_path / "model.gguf")
     wanted, logits = both(path, torch.float32)
     assert (wanted - logits).abs().max() < 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", gguf_models.BY_TRANSFORMERS)
+def test_other_architectures_are_the_models_that_were_written(name: str, tmp_path: Path) -> None:
+    wrote = gguf_models.tiny(name)
+    path = gguf_models.save(wrote, tmp_path / "model.gguf")
+    tokens = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted = wrote(tokens).logits
+        assert torch.equal(load_model(path, "float32", "cpu")(tokens).logits, wanted)
+    native = native_gguf(path, torch.float32, unpack=True)
+    assert (native is not None) == (name == "mistral3-plain")
+    if native is not None:
+        _, logits = both(path, torch.float32)
+        assert (wanted - logits).abs().max() < 1e-4 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("type", TYPES)

@@ -8,7 +8,7 @@ norms with the one added that the model adds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +17,9 @@ from torch import Tensor
 
 from draftproof.errors import ModelNotFound, UnsupportedModel
 from draftproof.gguf.blocks import dequantize
+from draftproof.gguf.families import FAMILIES, Family
 from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.tokenizer import end_tokens
-
-GELU = "gelu_pytorch_tanh"
-
 
 class Stored(NamedTuple):
     """Where a tensor of the Hugging Face checkpoint is in the file, and how it was changed.
@@ -31,11 +29,14 @@ class Stored(NamedTuple):
         heads: 0, or how many heads have their rows in the order of adjacent pairs, where Hugging
             Face's order is halves.
         shift: What the file added to every number.
+        joined: A tensor whose outputs follow those of the first, where the checkpoint has both as
+            one; empty for none.
     """
 
     name: str
     heads: int = 0
     shift: float = 0.0
+    joined: str = ""
 
 
 class Model(NamedTuple):
@@ -52,26 +53,6 @@ class Model(NamedTuple):
     unused: list[str]
 
 
-class Family(NamedTuple):
-    """How an architecture of llama.cpp corresponds to a class of transformers.
-
-    Attributes:
-        architecture: The class.
-        model_type: Of its configuration.
-        layer: Modules of a layer, and the tensors of a block.
-        permuted: Whether rows of queries and keys are stored in the order of pairs.
-        shift: What was added to the weights of norms.
-        more: Further settings.
-    """
-
-    architecture: str
-    model_type: str
-    layer: dict[str, str]
-    permuted: bool = False
-    shift: float = 0.0
-    more: Callable[[GGUFFile, dict[str, Any]], None] | None = None
-
-
 def model_of(file: GGUFFile) -> Model | None:
     """Read the model's configuration and where its tensors are.
 
@@ -84,13 +65,15 @@ def model_of(file: GGUFFile) -> Model | None:
     """
     _check_kind(file)
     family = FAMILIES.get(file.architecture)
-    if family is None or file.metadata.get(f"{file.architecture}.expert_count"):
+    experts = file.metadata.get(f"{file.architecture}.expert_count")
+    if family is None or bool(experts) != any("experts" in name for name in family.layer):
         return None
     config = _common(file, family)
     if family.more is not None:
         family.more(file, config)
     tensors = dict(_tensors(file, family, config))
-    used = {stored.name for stored in tensors.values()} | ROPE_FACTORS
+    used = {name for stored in tensors.values() for name in (stored.name, stored.joined)}
+    used |= ROPE_FACTORS
     return Model(config, tensors, [name for name in file.tensors if name not in used])
 
 
@@ -169,16 +152,24 @@ def _tensors(
              "self_attn.k_proj": config["num_key_value_heads"]}  # fmt: skip
     for layer in range(config["num_hidden_layers"]):
         for module, block in family.layer.items():
-            norm = module.endswith("norm")
+            place, prefix = f"model.layers.{layer}.{module}", f"blk.{layer}."
+            if "experts" in module:
+                first, _, second = block.partition("+")
+                names = [f"{prefix}{part}.weight" for part in (first, second) if part]
+                for name in names:
+                    _tensor(file, name)
+                yield place, Stored(names[0], joined=names[1] if second else "")
+                continue
             for kind in ("weight", "bias"):
-                name = f"blk.{layer}.{block}.{kind}"
+                name = f"{prefix}{block}.{kind}"
                 if kind == "weight":
                     _tensor(file, name)
                 elif name not in file.tensors:
                     continue
-                yield f"model.layers.{layer}.{module}.{kind}", Stored(
+                is_norm = module.endswith("norm") and kind == "weight"
+                yield f"{place}.{kind}", Stored(
                     name, heads.get(module, 0) if family.permuted else 0,
-                    family.shift if norm and kind == "weight" else 0.0,
+                    family.shift if is_norm else 0.0,
                 )  # fmt: skip
 
 
@@ -265,79 +256,3 @@ def _llama3(file: GGUFFile, theta: float, rotated: int, context: int) -> dict[st
     listed = factors.tolist()
     return {"rope_type": "longrope", "short_factor": listed, "long_factor": listed,
             "factor": 1.0, "original_max_position_embeddings": context}  # fmt: skip
-
-
-# families
-
-
-def _phi3(file: GGUFFile, config: dict[str, Any]) -> None:
-    rope = config["rope_parameters"]
-    config["original_max_position_embeddings"] = rope.get(
-        "original_max_position_embeddings", config["max_position_embeddings"]
-    )
-    window = file.metadata.integer("phi3.attention.sliding_window", 0)
-    config["sliding_window"] = window or None
-
-
-def _granite(file: GGUFFile, config: dict[str, Any]) -> None:
-    names = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
-             "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}  # fmt: skip
-    usual = {"attention_multiplier": config["head_dim"] ** -0.5}
-    for key, name in names.items():
-        number = np.float32(file.metadata.number(f"granite.{name}", usual.get(key, 1.0)))
-        config[key] = float(str(number))
-
-
-def _smollm3(file: GGUFFile, config: dict[str, Any]) -> None:
-    """Every fourth layer has no rotation; no file says so."""
-    count = config["num_hidden_layers"]
-    config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(count)]
-
-
-def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
-    metadata, count = file.metadata, config["num_hidden_layers"]
-    window = metadata.integer("gemma3.attention.sliding_window", 0)
-    pattern = metadata.numbers("gemma3.attention.sliding_window_pattern", [6])
-    if len(pattern) == 1:
-        slides = [bool(window) and (layer + 1) % max(1, int(pattern[0])) != 0
-                  for layer in range(count)]  # fmt: skip
-    else:
-        slides = [bool(window and slide) for slide in pattern[:count]]
-    # the largest of the family scales by the width per head (gemma_pytorch, config.py)
-    largest = count == 62
-    scalar = config["hidden_size"] // config["num_attention_heads"]
-    local = metadata.number("gemma3.rope.freq_base_swa", 1e4)
-    config |= {
-        "hidden_activation": GELU, "sliding_window": window or None,
-        "query_pre_attn_scalar": scalar if largest else config["head_dim"],
-        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
-        "rope_parameters": {"full_attention": config["rope_parameters"],
-                            "sliding_attention": {"rope_type": "default", "rope_theta": local}},
-        "final_logit_softcapping": metadata.get("gemma3.final_logit_softcapping"),
-    }  # fmt: skip
-    del config["hidden_act"]
-
-
-_QKV = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
-_MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
-_REST = {
-    "input_layernorm": "attn_norm", "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-_DENSE = {**_QKV, **_MLP, **_REST}
-_HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", _DENSE, permuted=True),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2", _DENSE),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3", {**_DENSE, **_HEAD_NORMS}),
-    "phi3": Family("Phi3ForCausalLM", "phi3", {
-        **_REST, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
-    }, more=_phi3),
-    "granite": Family("GraniteForCausalLM", "granite", _DENSE, permuted=True, more=_granite),
-    "smollm3": Family("SmolLM3ForCausalLM", "smollm3", _DENSE, permuted=True, more=_smollm3),
-    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", {
-        **_DENSE, **_HEAD_NORMS, "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
-    }, shift=1.0, more=_gemma3),
-}  # fmt: skip
-"""Architectures that are mapped here, by their name in llama.cpp."""

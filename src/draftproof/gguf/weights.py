@@ -32,6 +32,9 @@ def numbers_of(file: GGUFFile, stored: Stored, dtype: torch.dtype = torch.float3
         dtype: Of the result. Values are computed in float32 and rounded once.
     """
     tensor = file.tensors[stored.name]
+    if stored.joined:                                   # outputs are the last but one axis
+        second = dequantize(file.tensors[stored.joined], dtype)
+        return torch.cat([dequantize(tensor, dtype), second], -2)
     if len(tensor.shape) > 1 and not stored.shift:
         return dequantize(blocks_of(file, stored), dtype)
     numbers = dequantize(tensor)

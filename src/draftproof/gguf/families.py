@@ -1,0 +1,147 @@
+"""The families of models that GGUF files are mapped to: settings and names of tensors.
+
+Sources: the constants of the package `gguf`, and how convert_hf_to_gguf.py of llama.cpp writes each
+architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from draftproof.gguf.file import GGUFFile
+
+GELU = "gelu_pytorch_tanh"
+
+
+class Family(NamedTuple):
+    """How an architecture of llama.cpp corresponds to a class of transformers.
+
+    Attributes:
+        architecture: The class.
+        model_type: Of its configuration.
+        layer: Modules of a layer, and the tensors of a block. Names with "experts" are those of
+            parameters; two tensors with "+" between them are one parameter.
+        permuted: Whether rows of queries and keys are stored in the order of pairs.
+        shift: What was added to the weights of norms.
+        more: Further settings.
+    """
+
+    architecture: str
+    model_type: str
+    layer: dict[str, str]
+    permuted: bool = False
+    shift: float = 0.0
+    more: Callable[[GGUFFile, dict[str, Any]], None] | None = None
+
+
+def _phi3(file: GGUFFile, config: dict[str, Any]) -> None:
+    rope = config["rope_parameters"]
+    config["original_max_position_embeddings"] = rope.get(
+        "original_max_position_embeddings", config["max_position_embeddings"]
+    )
+    window = file.metadata.integer("phi3.attention.sliding_window", 0)
+    config["sliding_window"] = window or None
+
+
+def _granite(file: GGUFFile, config: dict[str, Any]) -> None:
+    names = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+             "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}  # fmt: skip
+    usual = {"attention_multiplier": config["head_dim"] ** -0.5}
+    for key, name in names.items():
+        number = np.float32(file.metadata.number(f"granite.{name}", usual.get(key, 1.0)))
+        config[key] = float(str(number))
+
+
+def _smollm3(file: GGUFFile, config: dict[str, Any]) -> None:
+    """Every fourth layer has no rotation; no file says so."""
+    count = config["num_hidden_layers"]
+    config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(count)]
+
+
+def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
+    metadata, count = file.metadata, config["num_hidden_layers"]
+    window = metadata.integer("gemma3.attention.sliding_window", 0)
+    pattern = metadata.numbers("gemma3.attention.sliding_window_pattern", [6])
+    if len(pattern) == 1:
+        slides = [bool(window) and (layer + 1) % max(1, int(pattern[0])) != 0
+                  for layer in range(count)]  # fmt: skip
+    else:
+        slides = [bool(window and slide) for slide in pattern[:count]]
+    # the largest of the family scales by the width per head (gemma_pytorch, config.py)
+    largest = count == 62
+    scalar = config["hidden_size"] // config["num_attention_heads"]
+    local = metadata.number("gemma3.rope.freq_base_swa", 1e4)
+    config |= {
+        "hidden_activation": GELU, "sliding_window": window or None,
+        "query_pre_attn_scalar": scalar if largest else config["head_dim"],
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        "rope_parameters": {"full_attention": config["rope_parameters"],
+                            "sliding_attention": {"rope_type": "default", "rope_theta": local}},
+        "final_logit_softcapping": metadata.get("gemma3.final_logit_softcapping"),
+    }  # fmt: skip
+    del config["hidden_act"]
+
+
+def _mistral3(file: GGUFFile, config: dict[str, Any]) -> None:
+    """Mistral, or Ministral 3 where queries grow with their positions."""
+    metadata, rope = file.metadata, config["rope_parameters"]
+    if rope["rope_type"] == "yarn" and "mistral3.rope.scaling.yarn_log_multiplier" in metadata:
+        scale = metadata.number("mistral3.rope.scaling.yarn_log_multiplier")
+        rope |= {"mscale": scale, "mscale_all_dim": scale}
+    config["sliding_window"] = None
+    growth = metadata.number("mistral3.attention.temperature_scale", 0.0)
+    if growth:
+        config |= {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+        rope["llama_4_scaling_beta"] = float(str(np.float32(growth)))
+        rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+
+
+def _qwen3_moe(file: GGUFFile, config: dict[str, Any]) -> None:
+    metadata = file.metadata
+    config |= {
+        "num_experts": metadata.integer("qwen3moe.expert_count"),
+        "num_experts_per_tok": metadata.integer("qwen3moe.expert_used_count"),
+        "moe_intermediate_size": metadata.integer("qwen3moe.expert_feed_forward_length"),
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+
+
+_QKV = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
+_MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
+_REST = {
+    "input_layernorm": "attn_norm", "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+_DENSE = {**_QKV, **_MLP, **_REST}
+_EXPERTS = {
+    "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_up_proj": "ffn_gate_exps+ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}  # fmt: skip
+_HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "llama", _DENSE, permuted=True),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2", _DENSE),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3", {**_DENSE, **_HEAD_NORMS}),
+    "phi3": Family("Phi3ForCausalLM", "phi3", {
+        **_REST, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    }, more=_phi3),
+    "granite": Family("GraniteForCausalLM", "granite", _DENSE, permuted=True, more=_granite),
+    "smollm3": Family("SmolLM3ForCausalLM", "smollm3", _DENSE, permuted=True, more=_smollm3),
+    "mistral3": Family("MistralForCausalLM", "mistral", _DENSE, permuted=True, more=_mistral3),
+    "glm4": Family("Glm4ForCausalLM", "glm4", {
+        **_QKV, **_REST, "mlp.gate_up_proj": "ffn_up",
+        "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
+    }),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", {
+        **_QKV, **_HEAD_NORMS, **_EXPERTS, "input_layernorm": "attn_norm",
+        "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
+    }, more=_qwen3_moe),
+    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", {
+        **_DENSE, **_HEAD_NORMS, "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+    }, shift=1.0, more=_gemma3),
+}  # fmt: skip
+"""Architectures that are mapped here, by their name in llama.cpp."""
