@@ -8,7 +8,12 @@ import torch
 from draftproof.gguf.blocks import dequantize
 from draftproof.native.kernels import kernels
 from draftproof.weights import block_formats
-from draftproof.weights.block_formats import format_of, quantize_blocks, quantized_blocks
+from draftproof.weights.block_formats import (
+    QUANTIZED,
+    format_of,
+    quantize_blocks,
+    quantized_blocks,
+)
 
 BITS = {"Q8_0": 0.006, "Q5_0": 0.043, "Q4_K": 0.075, "Q6_K": 0.019}
 """Relative errors of normally distributed weights."""
@@ -73,3 +78,26 @@ def test_neighbours_of_one_format_are_one_part() -> None:
     weights = [torch.randn(outputs, 256) for outputs in (64, 32, 32)]
     parts = quantized_blocks(names, weights, None, "int4", 8).parts
     assert [part.outputs for part in parts] == [96, 32]
+
+
+@pytest.mark.skipif(kernels() is None, reason="kernels quantise bfloat16 as it lies in a file")
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_blocks_are_the_same_from_bfloat16_and_from_single_precision(format: str) -> None:
+    weight = torch.randn(37, 512).bfloat16()
+    weight[3], weight[4, 7], weight[5] = 0, torch.inf, 1e-7
+    ours, wanted = quantize_blocks(weight, format), quantize_blocks(weight.float(), format)
+    assert torch.equal(ours.data, wanted.data)
+
+
+@pytest.mark.skipif(kernels() is None, reason="without kernels the package writes blocks")
+def test_q8_0_is_that_of_the_definition() -> None:
+    from gguf import GGMLQuantizationType, quants
+
+    weight = torch.randn(64, 96) * torch.logspace(-9, 3, 64)[:, None]
+    weight[0], weight[1, :32] = 0, torch.arange(32) / 2         # ties go to even numbers here
+    scale = (weight.view(64, 3, 32).abs().amax(-1) / 127).half().float()
+    codes = (weight.view(64, 3, 32) / torch.where(scale > 0, scale, 1)[..., None]).round()
+    codes = torch.where(scale[..., None] > 0, codes, 0).clamp(-127, 127)
+    values = quants.dequantize(quantize_blocks(weight, "Q8_0").data.numpy(),
+                               GGMLQuantizationType.Q8_0)
+    assert torch.equal(torch.from_numpy(values), (codes * scale[..., None]).view(64, 96))

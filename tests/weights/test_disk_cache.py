@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,21 @@ def test_another_version_of_the_code_that_checks_and_packs_keeps_files_of_its_ow
     makers = (inspection.examine, quantize._quantised, native_quantize, BlockLinear, KVCache,
               fused_forward)
     assert {Path(inspect.getfile(maker)) for maker in makers} <= set(kept._sources())
+
+
+def test_what_a_thread_still_writes_is_read_when_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept, "SLOW", -1.0)
+    write = kept.Kept.write
+
+    def slowly(place: kept.Kept, facts: dict[str, Any]) -> None:
+        time.sleep(0.2)
+        write(place, facts)
+
+    monkeypatch.setattr(kept.Kept, "write", slowly)
+    with kept.Kept("model", "files", "key").if_slow(wait=False) as facts:
+        facts["numbers"] = torch.arange(3)
+    state = kept.Kept("model", "files", "key").read()
+    assert state is not None and torch.equal(state["numbers"], torch.arange(3))

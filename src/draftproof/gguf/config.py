@@ -21,6 +21,7 @@ from draftproof.gguf.families import FAMILIES, Family
 from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.tokenizer import end_tokens
 
+
 class Stored(NamedTuple):
     """Where a tensor of the Hugging Face checkpoint is in the file, and how it was changed.
 

@@ -86,7 +86,7 @@ def quantized_and_compared(
     if known is not None:
         kept = KeptSource(packed, known["layers"])
         return NativeModel(settings, kept, dtype=dtype, name=name), Quantization(*known["cost"])
-    with place.if_slow() as facts:
+    with place.if_slow(wait=False) as facts:
         model = NativeModel(settings, packed, dtype=dtype, name=name)
         cost = _compared(model, source, kind, text)
         facts["cost"] = tuple(cost)
@@ -141,4 +141,5 @@ def original_states(model: NativeModel, source: TensorSource, text: Tensor) -> t
         window = builder.kinds[layer.kind].window
         mask = tree_mask(tree, cache.lengths, span, model.dtype, 0, window)
         hidden = forward.layer(layer, cache.layers[0], hidden, positions, mask)
+        builder.linears.clear()                         # which would hold the whole original
     return model.decoder.norm(hidden)[0], builder.head().forward

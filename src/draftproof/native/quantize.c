@@ -108,11 +108,18 @@ static inline int code_of(float x, float unit, int low, int high) {
 }
 
 static void block_8(const float *x, uint8_t *to) {
-    float most = 0;
-    for (int i = 0; i < 32; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
-    uint16_t scale = half(most / 127.0f);
+    lanes sizes = {};
+    for (int i = 0; i < 32; i += LANES) sizes = larger(absolute(loaded(x + i)), sizes);
+    uint16_t scale = half(largest(sizes) / 127.0f);
+    float unit = single(scale);
     memcpy(to, &scale, sizeof scale);
-    for (int i = 0; i < 32; i++) to[2 + i] = (uint8_t)code_of(x[i], single(scale), -127, 127);
+    for (int i = 0; i < 32; i += LANES) {
+        lanes code = nearest(loaded(x + i) / (unit == 0 ? 1.0f : unit));
+        code = chosen((code == code) & ((bits){} - (unit != 0)), code, (lanes){});
+        code = smaller(larger(code, (lanes){} - 127.0f), (lanes){} + 127.0f);
+        bytes narrow = lower_bytes(__builtin_convertvector(code, bits));
+        memcpy(to + 2 + i, &narrow, LANES);
+    }
 }
 
 static void block_5(const float *x, float found, uint8_t *to) {
@@ -181,34 +188,51 @@ static void block_6(const float *x, const float *scales, uint8_t *to) {
         }
 }
 
-/* Rows [rows, size] of weights, size a multiple of the format's block, to blocks as in a GGUF file.
- */
+/* What a format needs: inputs and bytes of a block, and inputs that share a scale. */
+static const int inputs_of[] = {32, 32, 256, 256}, bytes_of[] = {34, 22, 144, 210};
+static const int group_of[] = {32, 32, 32, 16};
+
+/* A row of weights, `size` a multiple of the format's block, to blocks as in a GGUF file. */
+static void quantize_row(int64_t format, const float *row, int64_t size, uint8_t *to) {
+    int64_t inputs = inputs_of[format], group = group_of[format], groups = inputs / group;
+    int64_t all = size / group;
+    float scales[all + LANES], minimums[all + LANES];
+    for (int64_t g = 0; format != TO_Q8_0 && g < all; g += LANES) {
+        lanes x[MOST_OF_A_GROUP], scale = {}, minimum = {};
+        gather(row + g * group, all - g, (int)group, x);
+        if (format == TO_Q4_K) search_minimum(x, 15.0f, &scale, &minimum);
+        else scale = search_scale(x, (int)group, format == TO_Q6_K ? 32.0f : 16.0f);
+        memcpy(scales + g, &scale, sizeof scale);
+        memcpy(minimums + g, &minimum, sizeof minimum);
+    }
+    for (int64_t b = 0; b < size / inputs; b++, to += bytes_of[format]) {
+        const float *x = row + b * inputs, *scale = scales + b * groups;
+        if (format == TO_Q8_0) block_8(x, to);
+        else if (format == TO_Q5_0) block_5(x, *scale, to);
+        else if (format == TO_Q4_K) block_4(x, scale, minimums + b * groups, to);
+        else block_6(x, scale, to);
+    }
+}
+
+/* Rows of weights, `size` a multiple of the format's block, to blocks as in a GGUF file. */
 void draftproof_quantize(int64_t format, const float *weights /* [rows, size] */, int64_t rows,
         int64_t size, uint8_t *blocks /* [rows, quantized_bytes(format, size)] */,
         int64_t threads) {
-    static const int inputs[] = {32, 32, 256, 256}, bytes[] = {34, 22, 144, 210};
-    static const int group[] = {32, 32, 32, 16};
-    int64_t count = size / inputs[format], groups = inputs[format] / group[format];
+    int64_t stride = size / inputs_of[format] * bytes_of[format];
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < rows; r++)
+        quantize_row(format, weights + r * size, size, blocks + r * stride);
+}
+
+/* The same, of weights in bfloat16, which are never held in single precision but for a row. */
+void draftproof_quantize_bf16(int64_t format, const bf16 *weights /* [rows, size] */, int64_t rows,
+        int64_t size, uint8_t *blocks /* [rows, quantized_bytes(format, size)] */,
+        int64_t threads) {
+    int64_t stride = size / inputs_of[format] * bytes_of[format];
 #pragma omp parallel for num_threads(threads)
     for (int64_t r = 0; r < rows; r++) {
-        const float *row = weights + r * size;
-        uint8_t *to = blocks + r * count * bytes[format];
-        int64_t all = size / group[format];
-        float scales[all + LANES], minimums[all + LANES];
-        for (int64_t g = 0; format != TO_Q8_0 && g < all; g += LANES) {
-            lanes x[MOST_OF_A_GROUP], scale = {}, minimum = {};
-            gather(row + g * group[format], all - g, group[format], x);
-            if (format == TO_Q4_K) search_minimum(x, 15.0f, &scale, &minimum);
-            else scale = search_scale(x, group[format], format == TO_Q6_K ? 32.0f : 16.0f);
-            memcpy(scales + g, &scale, sizeof scale);
-            memcpy(minimums + g, &minimum, sizeof minimum);
-        }
-        for (int64_t b = 0; b < count; b++, to += bytes[format]) {
-            const float *x = row + b * inputs[format], *scale = scales + b * groups;
-            if (format == TO_Q8_0) block_8(x, to);
-            else if (format == TO_Q5_0) block_5(x, *scale, to);
-            else if (format == TO_Q4_K) block_4(x, scale, minimums + b * groups, to);
-            else block_6(x, scale, to);
-        }
+        float *row = scratch(size);
+        for (int64_t i = 0; i < size; i++) row[i] = widen(weights[r * size + i]);
+        quantize_row(format, row, size, blocks + r * stride);
     }
 }

@@ -66,6 +66,9 @@ def quantize_blocks(weight: Tensor, format: str) -> BlockTensor:
     size, (outputs, inputs) = BLOCK_SIZES[format], weight.shape
     padded = inputs + -inputs % size.weights
     data = torch.empty(outputs, padded // size.weights * size.nbytes, dtype=torch.uint8)
+    if library is not None and weight.dtype == torch.bfloat16 and padded == inputs:
+        library("quantize_bf16", QUANTIZED.index(format), weight.detach(), outputs, inputs, data)
+        return BlockTensor(format, (outputs, inputs), data)
     step = max(1, CHUNK // padded)
     for start in range(0, outputs, step):
         rows = F.pad(weight[start : start + step].detach().float(), (0, padded - inputs))

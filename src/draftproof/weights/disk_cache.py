@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import threading
 import time
 import zipfile
 from collections import Counter
@@ -32,6 +33,8 @@ SWITCH = "DRAFTPROOF_CACHE"
 SLOW = 1.0
 """Seconds beyond which a result is worth keeping."""
 _SOURCE = "_draftproof_source"
+_WRITERS = dict[Path, threading.Thread]()
+"""Threads that write files; what is being written is not made anew."""
 
 
 class Kept:
@@ -46,7 +49,11 @@ class Kept:
 
     def read(self) -> dict[str, Any] | None:
         """What was written, whose tensors are mapped; None if there is nothing that is whole."""
-        if self.file is None or not self.file.exists():
+        if self.file is None:
+            return None
+        if (writer := _WRITERS.pop(self.file, None)) is not None:
+            writer.join()
+        if not self.file.exists():
             return None
         if not is_ours(self.file):
             log.warning("%s is of another user, or others may write to it; it is made again",
@@ -119,12 +126,23 @@ class Kept:
                 part.unlink(missing_ok=True)
 
     @contextmanager
-    def if_slow(self) -> Iterator[dict[str, Any]]:
-        """A dict to be filled; kept if that took long."""
+    def if_slow(self, *, wait: bool = True) -> Iterator[dict[str, Any]]:
+        """A dict to be filled; kept if that took long.
+
+        Args:
+            wait: Write before the context ends; otherwise a thread writes, which the program
+                waits for when it ends. What the dict holds must not change any more.
+        """
         start, made = time.perf_counter(), dict[str, Any]()
         yield made
-        if time.perf_counter() - start > SLOW:
+        if time.perf_counter() - start <= SLOW:
+            return
+        if wait:
             self.write(made)
+        elif self.file is not None:
+            writer = threading.Thread(target=self.write, args=(made,), name="weights to disk")
+            _WRITERS[self.file] = writer
+            writer.start()
 
 
 def came_from(model: nn.Module, name: str) -> None:

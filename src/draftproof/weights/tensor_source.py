@@ -17,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftproof.errors import ModelNotFound, first_line
+from draftproof.native.pages import release
 from draftproof.weights.pack import pack
-from draftproof.weights.packed_linear import JointLinear
+from draftproof.weights.packed_linear import JointLinear, PackedLinear
+from draftproof.weights.quantized_linear import QuantizedLinear
 from draftproof.weights.token_table import DenseTable, TokenTable
 
 INDEX = "model.safetensors.index.json"
@@ -149,7 +151,12 @@ class SafetensorsSource:
     def linear(self, names: Sequence[str], bias: bool) -> JointLinear:
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
-        return pack(names, weights, torch.cat(biases) if biases else None, self.kind, self._layers)
+        bias_of_all = torch.cat(biases) if biases else None
+        layer = pack(names, weights, bias_of_all, self.kind, self._layers)
+        if isinstance(layer, (PackedLinear, QuantizedLinear)):      # they hold copies
+            for weight in weights:          # the mapped pages would stay resident next to these
+                release(weight)
+        return layer
 
     def embedding(self, name: str) -> TokenTable:
         return DenseTable(self.tensor(f"{name}.weight"))
