@@ -34,7 +34,7 @@ SLOW = 1.0
 """Seconds beyond which a result is worth keeping."""
 _SOURCE = "_draftproof_source"
 _WRITERS = dict[Path, threading.Thread]()
-"""Threads that write files; what is being written is not made anew."""
+"""Threads that write files; what is being written is not made again."""
 
 
 class Kept:
