@@ -13,6 +13,7 @@ from draftproof.core.params import Sampling
 from draftproof.core.tree import TreeShape
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Engine
+from draftproof.model.exactness import Exactness
 from draftproof.model.module_target import ModuleTarget
 from draftproof.verify import bits
 from draftproof.verify.bits import prove_bits
@@ -51,6 +52,17 @@ def test_where_bits_are_promised_a_difference_is_a_failure(monkeypatch: Patch) -
     reading(monkeypatch, lambda logits, wide: logits * (1 + 2**-50) if wide else logits)
     assert prove_bits(engine(), new_tokens=6, exact_nodes=64).failures
     assert not prove_bits(engine(), new_tokens=6, exact_nodes=0).failures
+
+
+def test_a_class_of_chains_promises_no_bits_of_trees(monkeypatch: Patch) -> None:
+    """What drafts may draft trees; plain batches are of the class of chains."""
+    probed = Exactness("cpu", "float64", [], {}, exact_nodes=64, exact_tree_nodes=0)
+    monkeypatch.setattr(bits, "probe", lambda *_: probed)
+    reading(monkeypatch, lambda logits, wide: logits * (1 + 2**-50) if wide else logits)
+    section = prove_bits(engine(TreeShape.branching((2, 2))), new_tokens=6)
+    assert not section.failures and section.figures["set_ups_exact"] == 2
+    monkeypatch.setattr(bits, "probe", lambda *_: probed._replace(exact_tree_nodes=64))
+    assert prove_bits(engine(TreeShape.branching((2, 2))), new_tokens=6).failures
 
 
 def test_a_difference_that_rounding_cannot_explain_is_a_failure(monkeypatch: Patch) -> None:

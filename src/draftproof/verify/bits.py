@@ -157,15 +157,18 @@ def prove_bits(
 ) -> Section:
     """Compare the engine's drafter, prompt lookup and plain batches with plain decoding row by row.
 
-    exact_nodes: the machine's exactness class (rows x nodes), None to probe it. wants: how to
-    sample, in turn. prompts: token ids, others than the usual. rows: sizes of batches. Passes if,
+    exact_nodes: the machine's exactness class (rows x nodes), of chains and trees; None to probe
+    both. wants: how to sample, in turn. prompts: token ids, others than the usual. rows: sizes of batches. Passes if,
     inside the class, every token and every bit of every log-probability agrees; outside it, if no
     difference exceeds the rounding, and a forgotten token does.
     """
+    chains = trees = exact_nodes or 0
     if exact_nodes is None:
         tick(0.0, "probing the machine")
         probed = probe(engine.target, (2, 8), 48) if quick else probe(engine.target)
-        exact_nodes = probed.exact_nodes
+        chains = trees = probed.exact_nodes
+        if engine.target.reads_trees:               # sums over a branch may round in another order
+            trees = min(chains, probed.exact_tree_nodes)
     new = new_tokens or (QUICK_NEW_TOKENS if quick else NEW_TOKENS)
     comparison, lookup = Comparison(engine, wants or _usual(seed), new, prompts), PromptLookup()
     drafters: dict[str, tuple[Drafter, int]] = {
@@ -177,7 +180,7 @@ def prove_bits(
     for done, (name, size) in enumerate(cases):
         tick((done + 1) / (len(cases) + 1), f"{name}, batch {size}")
         drafter, most = drafters[name]
-        fits = min(most, exact_nodes // size - 1)
+        fits = min(most, (trees if most else chains) // size - 1)
         exact = fits >= min(1, most)
         exact_cases += exact
         budget = fits if exact else most
@@ -188,12 +191,13 @@ def prove_bits(
     verdict = (
         f"{comparison.texts} texts compared with plain decoding, {comparison.identical} to the "
         f"last bit; {exact_cases} of {len(cases)} set-ups in the machine's exactness class of "
-        f"{exact_nodes} nodes; log-probabilities differ by at most {comparison.largest:.2g}, the "
+        f"{chains} nodes in chains, {trees} in trees; log-probabilities differ by at most {comparison.largest:.2g}, the "
         f"model's own logits by {comparison.noise:.2g}; {len(comparison.diverged)} texts "
         "diverged at near-ties"
     )
     figures = {
-        "texts": comparison.texts, "identical": comparison.identical, "exact_nodes": exact_nodes,
+        "texts": comparison.texts, "identical": comparison.identical, "exact_nodes": chains,
+        "exact_tree_nodes": trees,
         "set_ups_exact": exact_cases, "set_ups": len(cases),
         "largest_difference": comparison.largest, "noise": comparison.noise,
         "slack": SLACK, "control_over_bound": comparison.control,
