@@ -9,8 +9,8 @@ import pytest
 
 from draftproof.errors import BadInput
 from draftproof.verify import mutants as planting
-from draftproof.verify.mutants import CHECKOUT, Mutant, mutants, prove_mutants
-from draftproof.verify.report import QUESTIONS
+from draftproof.verify.mutants import CHECKOUT, Mutant, crashed, mutants, prove_mutants
+from draftproof.verify.report import BROKE, QUESTIONS, Report, Section
 
 BUGS = mutants()
 
@@ -47,6 +47,17 @@ def test_a_bug_that_nothing_notices_fails_the_section(
     failures = prove_mutants().failures
     assert [failure.partition(":")[0] for failure in failures] == ["no bug"]
     assert Path(planting.PACKAGE, "core/noise.py").read_bytes() == before
+
+
+def test_a_proof_that_crashes_has_found_nothing(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    for failed, is_crash in (
+        (Section("bits", BROKE, failures=["TypeError: no"]), True),
+        (Section("bits", "1 text differs", failures=["text 1 differs"]), False),
+    ):
+        sound = Section("sampling", "nothing differs")
+        report.write_text(Report([sound, failed], {}).as_json())
+        assert crashed(report) == is_crash
 
 
 def test_wrong_names_and_texts_that_are_not_there_are_refused() -> None:

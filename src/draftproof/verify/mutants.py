@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import draftproof
 from draftproof.errors import BadInput
-from draftproof.verify.report import Section, Tick, silent
+from draftproof.verify.report import BROKE, Section, Tick, silent
 
 PACKAGE = Path(draftproof.__file__).parent
 CHECKOUT = PACKAGE.parents[1]
@@ -72,11 +72,21 @@ def mutants(words: Sequence[str] = ()) -> list[Mutant]:
     return chosen
 
 
-def command_of(watch: str) -> list[str]:
-    """What runs a section, or tests."""
+CRASHED = 70
+"""The exit code of a proof or a test that ended in an error of its own."""
+
+
+def command_of(watch: str, report: Path) -> list[str]:
+    """What runs a section, which writes a report, or tests."""
     if watch.startswith("tests/"):
         return [watch]
-    return ["prove", "--quick", "--section", watch]
+    return ["prove", "--quick", "--section", watch, "--json", str(report)]
+
+
+def crashed(report: Path) -> bool:
+    """Whether no section of a report found anything: those that failed ended in an error."""
+    sections = json.loads(report.read_text(encoding="utf-8"))["sections"]
+    return all(section["verdict"] == BROKE for section in sections if section["failures"])
 
 
 class Runner:
@@ -93,12 +103,17 @@ class Runner:
         )
 
     def run(self, watch: str) -> int:
-        """The exit code of what watches."""
+        """The exit code of what watches; `CRASHED` if it ended in an error of its own, which is no
+        finding."""
         assert self.process.stdin and self.process.stdout
-        job = {"package": str(self.folder), "command": command_of(watch)}
+        report = self.folder / "report.json"
+        job = {"package": str(self.folder), "command": command_of(watch, report)}
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        code = int(self.process.stdout.readline())
+        if code == 1 and not watch.startswith("tests/") and crashed(report):
+            return CRASHED
+        return code
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:

@@ -13,7 +13,7 @@ from draftproof.verify.bits import prove_bits
 from draftproof.verify.configurations import prove_configurations
 from draftproof.verify.exact import prove_distribution
 from draftproof.verify.mutants import prove_mutants
-from draftproof.verify.report import Section, Tick, failed
+from draftproof.verify.report import BROKE, Section, Tick, failed
 from draftproof.verify.sampling import prove_sampling
 
 
@@ -42,7 +42,7 @@ def prove(
         except DraftproofError:
             raise
         except Exception as error:                      # a broken algorithm may break anywhere
-            done = Section(name, "it broke", failures=[failed(error)])
+            done = Section(name, BROKE, failures=[failed(error)])
         yield replace(done, failures=done.failures[:20], seconds=time.perf_counter() - start)
 
 

@@ -32,6 +32,10 @@ SCOPE = (
 )
 
 
+BROKE = "it broke"
+"""The verdict of a section that ended in an error of its own."""
+
+
 def silent(share: float, doing: str) -> None:
     """A `Tick` that shows nothing."""
 
