@@ -12,7 +12,7 @@ import warnings
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from draftproof import __version__
 from draftproof.cli import show
@@ -21,6 +21,7 @@ from draftproof.cli.bench import bench
 from draftproof.cli.chat import chat
 from draftproof.cli.demo import demo
 from draftproof.cli.doctor import doctor
+from draftproof.cli.examples import epilog
 from draftproof.cli.plan import plan
 from draftproof.cli.prove import prove
 from draftproof.cli.run import run
@@ -35,6 +36,16 @@ OUT_OF_MEMORY = (
 
 class Interrupted(Exception):
     """Ctrl-C, on its way out of the command: typer would end the program in its own way."""
+
+
+class Command(TyperCommand):
+    """A subcommand; its ``--help`` is shown as a flag, like others."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.metavar = ""
+        return option
 
 
 class Commands(TyperGroup):
@@ -57,8 +68,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (run, chat, serve, train, demo, plan, bench, doctor, prove, audit):
-    app.command()(command)
+PANELS = {
+    "Write text": (run, chat, serve),
+    "Make it faster": (demo, bench, plan, train),
+    "Check it": (doctor, prove, audit),
+}
+"""The commands, as `draftproof --help` lists them."""
+for panel, commands in PANELS.items():
+    for command in commands:
+        app.command(cls=Command, rich_help_panel=panel, epilog=epilog(command.__name__))(command)
 
 
 def _version(wanted: bool) -> None:

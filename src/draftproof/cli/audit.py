@@ -30,23 +30,32 @@ WEAK = 5
 
 def audit(
     ctx: typer.Context,
-    hf: Annotated[str | None, _option("MODEL", "transformers' assistant mode.", "--hf")] = None,
-    endpoint: Annotated[str | None, _option("URL", "An OpenAI-compatible server.")] = None,
-    python: Annotated[str | None, _option("MODULE:NAME", "Your sample(prompt, n, seed).")] = None,
-    model: Annotated[str | None, _option("NAME", "Server: its model; else a local copy.")] = None,
-    reference: Annotated[str | None, _option("MODEL", "Local copy of the served model.")] = None,
+    hf: Annotated[str | None, _option(
+        "MODEL", "Audit transformers' assisted generation of this model.", "--hf")] = None,
+    endpoint: Annotated[str | None, _option("URL", "Audit an OpenAI-compatible server.")] = None,
+    python: Annotated[str | None, _option(
+        "MODULE:NAME", "Audit a function sample(prompt, n, seed) of your own.")] = None,
+    model: Annotated[str | None, _option(
+        "NAME", "With --endpoint, the server's name of the model; with --python, a local copy.",
+    )] = None,
+    reference: Annotated[str | None, _option("MODEL", "A local copy of the served model.")] = None,
     assistant_model: Annotated[str | None, _option("MODEL", "The draft model, with --hf.")] = None,
     num_assistant_tokens: Annotated[
-        int | None, _option("K", "It drafts so many; else as transformers does.")] = None,
-    prompt: Annotated[str | None, _option("TEXT", "The text to continue; else one is chosen.",
-                                          "--prompt", "-p")] = None,
-    length: Annotated[int | None, _option("N", "New tokens; 3, with a large vocabulary 2.")] = None,
-    samples: Annotated[int, _option("N", "Texts to draw.")] = 4000,
-    temperature: Annotated[float, _option("T", "0 is greedy.")] = 1.0,
-    top_k: Annotated[int, _option("K", "0 is off.")] = 0,
-    top_p: Annotated[float, _option("P", "1 is off.")] = 1.0,
+        int | None,
+        _option("K", "Draft K tokens per round. Default: as transformers does."),
+    ] = None,
+    prompt: Annotated[str | None, _option(
+        "TEXT", "The text to continue. Default: the opening with the most likely continuations.",
+        "--prompt", "-p")] = None,
+    length: Annotated[int | None, _option(
+        "N", "Write N tokens. Default: 3, or 2 with a large vocabulary.")] = None,
+    samples: Annotated[int, _option("N", "Draw N texts.")] = 4000,
+    temperature: Annotated[float, _option("T", "Sampling temperature; 0 is greedy.")] = 1.0,
+    top_k: Annotated[int, _option("K", "Sample from the K most likely tokens; 0 is off.")] = 0,
+    top_p: Annotated[float, _option(
+        "P", "Sample from the most likely tokens of probability P; 1 is off.")] = 1.0,
     seed: Annotated[int, _option("S", "First seed; every call gets the next one.")] = 0,
-    json_: Annotated[Path | None, _option("FILE", "Write figures there.", "--json")] = None,
+    json_: Annotated[Path | None, _option("FILE", "Save the figures as JSON.", "--json")] = None,
     dtype: opt.Dtype = "float32",
     device: opt.Device = None,
 ) -> None:

@@ -25,7 +25,7 @@ HELP = (
     "message"
 )
 MaxLength = Annotated[int, typer.Option(
-    min=2, metavar="N", help="Tokens of the conversation; an answer goes on to its end.")]
+    min=2, metavar="N", help="Tokens of the whole conversation; answers may be that long.")]
 COMMANDS = ("/reset", "/stats", "/help", "/exit", "/quit")
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")]
 
@@ -35,10 +35,7 @@ def chat(
     model: opt.Model, system: System = None, max_model_len: MaxLength = 4096,
     bf16: opt.Bf16 = False, *, engine: dict[str, Any], sampling: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Talk to a model; Ctrl-C ends an answer, and not the conversation.
-
-    Example: draftproof chat Qwen/Qwen2.5-0.5B-Instruct --system "Answer in one sentence."
-    """
+    """Talk to a model; Ctrl-C stops an answer, and the conversation goes on."""
     config = config_of(model, engine, bf16)
     with show.loading("starting PyTorch"):
         check_sampling(sampling)

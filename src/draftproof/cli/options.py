@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 
@@ -36,7 +36,10 @@ def with_options(**groups: tuple[str, ...] | None) -> Callable[[Command], Comman
             for parameter in declared.values()
             if parameter.name not in made
         ]
-        parameters = [*kept, *[parameter for group in made.values() for parameter in group]]
+        parameters = sorted(
+            [*kept, *[parameter for group in made.values() for parameter in group]],
+            key=_panel_order,
+        )
 
         @wraps(command)
         def run(**values: Any) -> None:
@@ -55,9 +58,20 @@ def with_options(**groups: tuple[str, ...] | None) -> Callable[[Command], Comman
     return decorate
 
 
+PANELS = ("Output", "Many prompts", "Server", "Sampling", "Drafting", "Model", "Hardware")
+"""Panels of a command's help that come last, in this order; those of the command come first."""
+
+
+def _panel_order(parameter: inspect.Parameter) -> int:
+    """Where an option's panel comes; arguments and panels of the command itself come first."""
+    about = parameter.annotation.__metadata__[0] if get_origin(parameter.annotation) else None
+    panel = getattr(about, "rich_help_panel", None)
+    return 1 + PANELS.index(panel) if panel in PANELS else 0
+
+
 def option(panel: str | None, metavar: str | None, help: str, *flags: str) -> Any:
-    """An option of a help panel."""
-    return typer.Option(*flags, metavar=metavar, rich_help_panel=panel, help=help)
+    """An option of a help panel. metavar: None for a flag."""
+    return typer.Option(*flags, metavar=metavar or "", rich_help_panel=panel, help=help)
 
 
 def flag(name: str) -> str:
@@ -90,21 +104,32 @@ def _sampling(
 
 
 SAMPLING = [
-    _sampling("max_new_tokens", int, "N", "Length limit."),
-    _sampling("min_new_tokens", int, "N", "No end token before so many."),
-    _sampling("temperature", float, "T", "0 is greedy."),
-    _sampling("top_k", int, "K", "Only the K most likely tokens; 0 is off."),
-    _sampling("top_p", float, "P", "Only the likeliest tokens of mass P; 1 is off."),
-    _sampling("min_p", float, "P", "Only tokens P times as likely as the likeliest; 0 is off."),
-    _sampling("repetition_penalty", float, "X", "Over prompt and new tokens; 1 is off."),
-    _sampling("presence_penalty", float, "X", "Over new tokens; 0 is off."),
-    _sampling("frequency_penalty", float, "X", "Over new tokens; 0 is off."),
-    _sampling("no_repeat_ngram", int, "N", "No n-gram of this size twice; 0 is off."),
-    _sampling("seed", int, "S", "Same seed, same text, with any drafter."),
+    _sampling("max_new_tokens", int, "N", "Write at most N tokens. Default: what the model's "
+              "generation_config says, else 128."),
+    _sampling("min_new_tokens", int, "N", "Allow no end token before N tokens. Default: 0."),
+    _sampling("temperature", float, "T", "Sampling temperature; 0 is greedy. Default: what the "
+              "model's generation_config says, else 0."),
+    _sampling("top_k", int, "K", "Sample from the K most likely tokens only; 0 is off. Default: "
+              "the model's, else 0."),
+    _sampling("top_p", float, "P", "Sample from the most likely tokens that have probability P "
+              "together; 1 is off. Default: the model's, else 1."),
+    _sampling("min_p", float, "P", "Sample from tokens at least P times as likely as the most "
+              "likely one; 0 is off. Default: the model's, else 0."),
+    _sampling("repetition_penalty", float, "X", "Penalise tokens of the prompt and the text; 1 is "
+              "off. Default: the model's, else 1."),
+    _sampling("presence_penalty", float, "X", "Subtract X from the logits of tokens that were "
+              "written. Default: 0."),
+    _sampling("frequency_penalty", float, "X", "Subtract X for each time that a token was written. "
+              "Default: 0."),
+    _sampling("no_repeat_ngram", int, "N", "Write no N tokens twice in the same order; 0 is off. "
+              "Default: the model's, else 0."),
+    _sampling("seed", int, "S", "The same seed gives the same text, with any drafter. Default: 0."),
     _sampling("stop", list[str], "TEXT", "End before this text; repeatable."),
     _sampling("banned_words", list[str], "WORD", "Never write this; repeatable.", "--banned-word"),
-    _sampling("logprobs", bool, None, "With --json or --out: log-probability of each token."),
-    _sampling("top_logprobs", int, "N", "With --logprobs: the N likeliest tokens in its place."),
+    _sampling("logprobs", bool, None, "Report the log-probability of each token, with --json or "
+              "--out."),
+    _sampling("top_logprobs", int, "N", "Report the N most likely tokens in its place as well, "
+              "with --logprobs. Default: 0."),
 ]
 """Of `Sampling`, whose module imports torch: `--help` does not wait for it."""
 OPTIONS = {"engine": options_of(EngineConfig), "sampling": SAMPLING}
@@ -113,32 +138,34 @@ OPTIONS = {"engine": options_of(EngineConfig), "sampling": SAMPLING}
 _output, _many = partial(option, "Output"), partial(option, "Many prompts")
 
 _argument = partial(typer.Argument, show_default=False)
-Model = Annotated[str, _argument(help="[bold]demo[/bold], a folder, or a hub id: org/model.")]
+Model = Annotated[str, _argument(
+    metavar="MODEL", help="The model: [bold]demo[/bold], a folder, a .gguf file or a hub id.")]
 Text = Annotated[str | None, _argument(metavar="[PROMPT|-]", help="The prompt; - reads stdin.")]
 PromptText = Annotated[str | None, option(None, "TEXT", "The prompt.", "--prompt", "-p")]
-PromptFile = Annotated[
-    Path | None, option(None, "FILE", "The prompt, without its last line break.", "--prompt-file")
-]
-Chat = Annotated[bool, option(None, None, "Put the prompt in the chat template.", "--chat")]
-Samples = Annotated[int, option("Sampling", "N", "Samples of the prompt.", "--n")]
+PromptFile = Annotated[Path | None, option(
+    None, "FILE", "Read the prompt from a file, without its last line break.", "--prompt-file")]
+Chat = Annotated[bool, option(None, None, "Put the prompt into the model's chat template.",
+                              "--chat")]
+Samples = Annotated[int, option("Sampling", "N", "Write N samples of the prompt.", "--n")]
 Bf16 = Annotated[bool, option("Model", None, "The same as --dtype bfloat16.", "--bf16")]
-Compare = Annotated[bool, _output(None, "Decode plainly first, and compare.", "--compare")]
-Json = Annotated[bool, _output(None, "One JSON object on stdout, nothing else.", "--json")]
+Compare = Annotated[bool, _output(None, "Decode without drafts first, and compare text and speed.",
+                                  "--compare")]
+Json = Annotated[bool, _output(None, "Write one JSON object to stdout, and nothing else.",
+                               "--json")]
 Plot = Annotated[Path | None, _output(
-    "FILE", "A picture: .png, .svg or .pdf; a name that ends in -dark gets a dark one.", "--plot")]
+    "FILE", "Save a picture, .png, .svg or .pdf; dark if its name ends in -dark.", "--plot")]
 Trace = Annotated[Path | None, _output(
-    "HTML", "A page with each round's draft tree, and where the time went.", "--trace")]
-Prompts = Annotated[
-    Path | None, _many("JSONL", 'Rows with "prompt", "messages", "turns" or "text".', "--prompts")
-]
-Out = Annotated[Path | None, _many("JSONL", "For results, in order; resumed if there.", "--out")]
-Plan = Annotated[
-    Path | None, option("Drafting", "FILE", "Begin as plan --json FILE found best.", "--plan")
-]
-BatchSize = Annotated[int | None, _many("B", "Rows at a time; 8 if not given.", "--batch-size")]
-Ray = Annotated[
-    int | None, _many("WORKERS", "On Ray workers, a model each; RAY_ADDRESS says where.", "--ray")
-]
+    "HTML", "Save a page with the draft tree and the time of every round.", "--trace")]
+Prompts = Annotated[Path | None, _many(
+    "JSONL", 'A file of prompts: rows with "prompt", "messages", "turns" or "text".', "--prompts")]
+Out = Annotated[Path | None, _many(
+    "JSONL", "The file of results, in order; what is there already is kept.", "--out")]
+Plan = Annotated[Path | None, option(
+    "Drafting", "FILE", "Start from a saved plan, as plan --json writes it.", "--plan")]
+BatchSize = Annotated[int | None, _many("B", "Run B rows at a time. Default: 8.", "--batch-size")]
+Ray = Annotated[int | None, _many(
+    "WORKERS", "Run on Ray workers, each with a model of its own; RAY_ADDRESS says where.",
+    "--ray")]
 
 _ENGINE = {parameter.name: parameter.annotation for parameter in OPTIONS["engine"]}
 Dtype, Device = _ENGINE["dtype"], _ENGINE["device"]

@@ -20,23 +20,27 @@ if TYPE_CHECKING:
 ENGINE = ("dtype", "device", "quantize", "quantize_draft", "kv_cache")
 Names = list[str] | None
 _ask = partial(opt.option, "What is planned")
-Logs = Annotated[Path | None, _ask("FILE", "Texts it has written: prompts with completions.")]
+Logs = Annotated[Path | None, _ask(
+    "FILE", "Rows of prompts with completions that the model wrote.")]
 Machine = Annotated[str | None, _ask(
-    "FILE|NAME", "A saved plan, figures, or h100, a100, l4, gaudi2, gaudi3, ...; not this one.")]
+    "FILE|NAME", "Predict for another machine: a saved plan, a file of figures, or h100, a100, l4, "
+    "gaudi2, gaudi3, ... Default: this one.")]
 
 
 @opt.with_options(engine=ENGINE)
 def plan(
     model: opt.Model, prompts: opt.Prompts = None, logs: Logs = None,
-    assistant_model: Annotated[Names, _ask("MODEL", "A draft model; repeatable.")] = None,
-    drafter: Annotated[Names, _ask("NAME", "As in run; repeatable.", "--drafter")] = None,
-    batch: Annotated[str, _ask("1,4,8", "Rows side by side.")] = "1",
-    temperature: Annotated[str, _ask("0,0.7", "0 is greedy.")] = "0",
-    tokens: Annotated[int, _ask("N", "New tokens per prompt that the target writes.")] = 64,
-    max_prompts: Annotated[int, _ask("N", "At most so many prompts, and logs.")] = 8,
+    assistant_model: Annotated[Names, _ask("MODEL", "Plan with a draft model; repeatable.")] = None,
+    drafter: Annotated[Names, _ask("NAME", "Plan with a drafter, named as in run; repeatable.",
+                                            "--drafter")] = None,
+    batch: Annotated[str, _ask("1,4,8", "Batch sizes.")] = "1",
+    temperature: Annotated[str, _ask("0,0.7", "Temperatures; 0 is greedy.")] = "0",
+    tokens: Annotated[int, _ask("N", "Let the target write N tokens per prompt.")] = 64,
+    max_prompts: Annotated[int, _ask("N", "Use at most N prompts, and N logs.")] = 8,
     machine: Machine = None, chat: opt.Chat = False,
-    price_per_hour: Annotated[float | None, _ask("X", "Of the machine; adds a column.")] = None,
-    json_: Annotated[Path | None, _ask("FILE", "Everything; for run --plan.", "--json")] = None,
+    price_per_hour: Annotated[float | None, _ask(
+        "X", "Machine price per hour, for cost per token. Default: none.")] = None,
+    json_: Annotated[Path | None, _ask("FILE", "Save the plan, for run --plan.", "--json")] = None,
     plot: opt.Plot = None, *, engine: dict[str, Any],
 ) -> None:  # fmt: skip
     """Predict speed, cost and memory of drafters on your prompts, without running them."""

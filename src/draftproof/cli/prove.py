@@ -36,14 +36,16 @@ NAMES = (
 @opt.with_options(engine=NAMES)
 def prove(
     model: opt.Model = "demo",
-    quick: Annotated[bool, _option(None, "All scaled down, in two minutes.", "--quick")] = False,
-    section: Annotated[Sections, _option("NAME", f"Only {', '.join(Part)}; repeatable.")] = None,
+    quick: Annotated[bool, _option(
+        None, "Run smaller versions of all sections, in two minutes.", "--quick")] = False,
+    section: Annotated[Sections, _option(
+        "NAME", f"Run only this section: {', '.join(Part)}; repeatable. Default: all.")] = None,
     mutant: Annotated[
-        list[str] | None, _option("WORD", "Run only mutants with this in their names; repeatable.")
+        list[str] | None, _option("WORD", "Plant only bugs with this in their names; repeatable.")
     ] = None,
-    seed: Annotated[int, _option("S", "Where the random numbers start.")] = 0,
-    json_: Annotated[Path | None, _option("FILE", "The report, for machines.", "--json")] = None,
-    html: Annotated[Path | None, _option("FILE", "The certificate, one page.")] = None,
+    seed: Annotated[int, _option("S", "Seed of the random numbers.")] = 0,
+    json_: Annotated[Path | None, _option("FILE", "Save the report as JSON.", "--json")] = None,
+    html: Annotated[Path | None, _option("FILE", "Save the certificate, one page.")] = None,
     *,
     engine: dict[str, Any],
 ) -> None:

@@ -32,42 +32,49 @@ def _models(text: str, **more: Any) -> Any:
     return typer.Option(help=text, rich_help_panel="Several models", **more)
 
 
-Host = Annotated[str, _option("Address to listen at; 0.0.0.0 for all.")]
-Port = Annotated[int, _option(min=0, max=65535)]
-MaxBatch = Annotated[int, _option("Rows that run at a time.", min=1, metavar="B")]
+Host = Annotated[str, _option("Address to listen at; 0.0.0.0 for all.", metavar="ADDRESS")]
+Port = Annotated[int, _option("Port to listen at; 0 takes any.", min=0, max=65535, metavar="PORT")]
+MaxBatch = Annotated[int, _option("Rows that run side by side.", min=1, metavar="B")]
 MaxQueue = Annotated[int, _option("Requests that may wait; more get 429.", min=1, metavar="N")]
 MaxLength = Annotated[int, _option("Tokens of a prompt and its answer.", min=2, metavar="N")]
-Timeout = Annotated[float | None, _option("Seconds that a request may take.", min=0, metavar="S")]
+Timeout = Annotated[float | None, _option(
+    "Seconds that a request may take. Default: no limit.", min=0, metavar="S")]
 Drain = Annotated[float, _option("Seconds that running requests may go on after SIGTERM or "
                                  "Ctrl-C.", min=0, metavar="S")]
-Key = Annotated[str | None, _option(f"Key that clients must send, or {KEY_VARIABLE}.")]
-Keys = Annotated[Path | None, _option("File of such keys, one a line.", metavar="FILE")]
-PerKey = Annotated[int | None, _option("Requests of one key that run or wait at a time; more get "
-                                       "429.", min=1, metavar="N")]
-Share = Annotated[bool, _option("Draft for each key from the texts of all keys.")]
+Key = Annotated[str | None, _option(
+    f"Key that clients must send. Default: {KEY_VARIABLE}, else none.", metavar="KEY")]
+Keys = Annotated[Path | None, _option("File of such keys, one per line.", metavar="FILE")]
+PerKey = Annotated[int | None, _option(
+    "Requests of one key that may run or wait; more get 429. Default: no limit.", min=1,
+    metavar="N")]
+Share = Annotated[bool, _option("Draft for each key from the texts of all keys.", metavar="")]
 Origins = Annotated[list[str] | None, _option(
     "Web pages that may use the server, besides those of this machine: https://NAME, or '*'; "
     "repeatable.", metavar="ORIGIN")]
 Hosts = Annotated[list[str] | None, _option(
     "Names that clients know this machine by; repeatable. On a loopback address others are "
     "refused.", metavar="NAME")]
-Name = Annotated[str | None, _option("What clients call the model.", metavar="NAME")]
-Prefixes = Annotated[int, _option("Memory for beginnings of prompts.", min=0, metavar="MiB")]
-Price = Annotated[float | None, _option("Price of an hour of this machine: the metrics then have "
-                                        "the cost of a token.", min=0)]
+Name = Annotated[str | None, _option(
+    "What clients call the model. Default: the name of its folder or file.", metavar="NAME")]
+Prefixes = Annotated[int, _option(
+    "Memory for remembered beginnings of prompts, in MiB.", min=0, metavar="MiB")]
+Price = Annotated[float | None, _option(
+    "Machine price per hour, for cost metrics. Default: none.", min=0, metavar="X")]
 LogLevel = Annotated[str, _option(f"What is logged: {', '.join(LEVELS)}.", metavar="LEVEL")]
-NoAccessLog = Annotated[bool, _option("No line for each request.")]
+NoAccessLog = Annotated[bool, typer.Option(
+    "--no-access-log", help="Log no line for each request.", rich_help_panel="Server", metavar="")]
 Also = Annotated[list[str] | None, _models(
-    "Another model, loaded when a request names it: MODEL or NAME=MODEL; repeatable.",
+    "Serve another model, loaded when a request names it: MODEL or NAME=MODEL; repeatable.",
     metavar="MODEL")]
 Lora = Annotated[list[str] | None, _models(
-    "A LoRA adapter of MODEL, a folder of peft's: FOLDER or NAME=FOLDER; repeatable.",
+    "Serve a LoRA adapter of MODEL, a folder of peft's: FOLDER or NAME=FOLDER; repeatable.",
     metavar="FOLDER")]
 Memory = Annotated[float | None, _models(
-    "Memory for the weights of all loaded models: those that rest are unloaded for another.",
-    min=0, metavar="GiB")]
-Idle = Annotated[float | None, _models("Seconds without a request after which a model is "
-                                       "unloaded.", min=0, metavar="S")]
+    "Memory for the weights of all loaded models; idle ones are unloaded for others. Default: no "
+    "limit.", min=0, metavar="GiB")]
+Idle = Annotated[float | None, _models(
+    "Seconds without a request after which a model is unloaded. Default: never.", min=0,
+    metavar="S")]
 
 
 @opt.with_options(engine=None)

@@ -39,25 +39,29 @@ HARDLY_PAYS, PAYS = 1.5, 2.0
 """Tokens per round below which heads seldom pay on a CPU, and from which they usually do."""
 LOGGED = 15.0
 """Seconds between lines of progress where there is no terminal."""
-Trained = Annotated[Method, typer.Argument(help="medusa or redrafter.", show_default=False)]
-Data = Annotated[list[Path], _text("FILE", "Texts, .txt or .jsonl; repeatable.", "--data")]
-Out = Annotated[Path, opt.option(None, "DIR", "For the heads; the same command goes on.", "--out")]
-Chat = Annotated[bool, _text(None, "Prompts and texts are the user's messages.", "--chat")]
+Trained = Annotated[Method, typer.Argument(
+    metavar="METHOD", help="Kind of heads: medusa or redrafter.", show_default=False)]
+Data = Annotated[list[Path], _text("FILE", "Training texts, .txt or .jsonl; repeatable.", "--data")]
+Out = Annotated[Path, opt.option(
+    None, "DIR", "Folder for the heads; the same command resumes there.", "--out")]
+Chat = Annotated[bool, _text(None, "Use the texts as messages of a user.", "--chat")]
 SelfGenerate = Annotated[
-    bool, _text(None, "Let the target write the texts, from their beginnings.", "--self-generate")
+    bool, _text(None, "Let the target continue the texts, and train on that.", "--self-generate")
 ]
-Heads = Annotated[int | None, _medusa("K", "Heads; 5.", "--heads")]
-Layers = Annotated[int, _head("N", "Residual blocks; of Medusa for each head.", "--layers")]
+Heads = Annotated[int | None, _medusa("K", "Number of heads. Default: 5.", "--heads")]
+Layers = Annotated[int, _head("N", "Number of residual blocks, of each Medusa head.", "--layers")]
 ShareHead = Annotated[
-    bool | None, _head(None, "Project with the target's LM head, or with weights of its own; "
-                             "shared unless there is an --exit-dim.",
+    bool | None, _head(None, "Project with the target's LM head, or with weights of its own. "
+                             "Default: shared unless there is an --exit-dim.",
                        "--share-lm-head/--own-projection")
 ]  # fmt: skip
 Joint = Annotated[
-    bool, _medusa(None, "Then the backbone as well (Medusa-2): another model.", "--joint")
+    bool, _medusa(None, "Train the backbone as well (Medusa-2): another model.", "--joint")
 ]
-Horizon = Annotated[int | None, _redrafter("K", "Tokens ahead; 5.", "--horizon")]
-ExitDim = Annotated[int | None, _redrafter("N", "Width before the projection.", "--exit-dim")]
+Horizon = Annotated[int | None, _redrafter(
+    "K", "Number of tokens to predict. Default: 5.", "--horizon")]
+ExitDim = Annotated[int | None, _redrafter(
+    "N", "Width before the projection. Default: that of the target.", "--exit-dim")]
 
 
 @opt.with_options(generate=None, config=None, engine=("dtype", "device"))

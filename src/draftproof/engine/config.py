@@ -74,6 +74,7 @@ def cli_fields(config: type) -> list[Field[Any]]:
 
 
 _drafting, _model = partial(option, panel="Drafting"), partial(option, panel="Model")
+_hardware = partial(option, panel="Hardware")
 
 
 @dataclass(frozen=True)
@@ -116,51 +117,64 @@ class EngineConfig:
 
     model: str | Path | PreTrainedModel
     assistant_model: str | Path | PreTrainedModel | None = _drafting(
-        None, "Draft with this smaller model: demo-draft, folder, hub id.", "MODEL")
+        None, "Draft with this smaller model: demo-draft, a folder, a .gguf file or a hub id.",
+        "MODEL")
     drafter: str | Path | Drafter | None = _drafting(
-        None, "portfolio (default), prompt-lookup, suffix, recycling, none, mtp (of the model's "
-        "own checkpoint), medusa, redrafter, self-int8, self-layers:N, a folder (heads, EAGLE-3, "
-        "DFlash); several as one: medusa+suffix.", "NAME")
+        None, "What drafts: portfolio, prompt-lookup, suffix, recycling or none, which need "
+        "nothing; mtp, with the checkpoint's own layers; self-int8, self-int4 or self-layers:N, "
+        "with the model itself; medusa, redrafter, smollm2-135m-medusa, smollm2-135m-redrafter or "
+        "qwen2.5-coder-1.5b-redrafter, with heads that come with the package; a folder of heads, "
+        "EAGLE-3 or DFlash; MODULE:CLASS of your own. A+B merges two. Default: portfolio, with the "
+        "package's heads for Qwen2.5-Coder-1.5B.", "NAME")
     budget: int | Budget | None = _drafting(
-        None, "Draft K tokens in every round; without it, as many as pay.", "K",
+        None, "Draft K tokens per round. Default: as many as pay, measured as it runs.", "K",
         flags=("--num-assistant-tokens",), type=int | None)
     draft_tree: str | TreeShape | None = _drafting(
-        None, "Children per node, level by level (3,2,1), or a published tree.", "TREE")
+        None, "Shape of the draft tree: children per node, level by level, as in 3,2,1; or the "
+        "name of a published tree. Default: a chain, or the most likely paths.", "TREE")
     acceptance: str | None = _drafting(
-        None, "match (default): the same text; rejection, block: the same distribution.", "RULE",
+        None, "match keeps the text, rejection and block keep its distribution. Default: match.",
+        "RULE",
         choices=RULES)
     lossy: str | bool | Typical | None = _drafting(
-        None, "Give up the target's distribution: likely enough tokens are accepted.",
-        "typical[:E,D]")
+        None, "Accept tokens that are likely enough: another distribution than the model's. "
+        "Default: off.", "typical[:E,D]")
     dtype: str | torch.dtype | None = _model(
-        None, "bfloat16, float16, float32 or float64.", "DTYPE")
-    device: str | None = _model(None, "cpu, cuda, cuda:1, hpu, ...", "DEVICE")
+        None, "bfloat16, float16, float32 or float64. Default: the checkpoint's, or float32 where "
+        "bfloat16 is not native.", "DTYPE")
+    device: str | None = _model(
+        None, "cpu, cuda, cuda:1, hpu, ... Default: an accelerator if PyTorch finds one.", "DEVICE")
     quantize: str | None = _model(
-        None, "int8, int4 or fp8 weights: faster, and another text.", "KIND", choices=WEIGHT_KINDS)
+        None, "Quantise the weights to int8, int4 or fp8: faster, and another text. Default: off.",
+        "KIND", choices=WEIGHT_KINDS)
     quantize_draft: str | None = _model(
-        None, "The same for the draft model: faster, the same text; none: as it is.", "KIND",
+        None, "Quantise the draft model to int8, int4 or fp8, or to none: faster, and the same "
+        "text. Default: int8 if it then predicts nearly the same.", "KIND",
         choices=(*WEIGHT_KINDS, "none"))
     kv_cache: str | None = _model(
-        None, "int8 or fp8 keys and values: half the memory, and another text.", "KIND",
+        None, "Store keys and values in int8 or fp8: half the memory, and another text. "
+        "Default: off.", "KIND",
         choices=("int8", "fp8"))
-    parallel: str | None = _model(
+    parallel: str | None = _hardware(
         None, "Shard the model over the ranks of torchrun: tensor (transformers' own) or "
-        "deepspeed.", "ENGINE", choices=("tensor", "deepspeed"))
-    graphs: bool = _model(
-        False, "Record forwards and replay them: on a Gaudi, or on the --device given.",
+        "deepspeed. Default: off.", "ENGINE", choices=("tensor", "deepspeed"))
+    graphs: bool = _hardware(
+        False, "Record forward passes and replay them, on a Gaudi or the --device named.",
         flags=("--use-hpu-graphs",), type=bool)
-    bucket_size: int | None = _model(
-        None, "Static shapes, with room for texts in multiples of N tokens.", "N", type=int | None)
-    compile: bool = _model(
-        False, "Have torch.compile make the forwards; the first text waits for it.", type=bool)
+    bucket_size: int | None = _hardware(
+        None, "Static shapes, with room for texts in multiples of N tokens. Default: dynamic, but "
+        "on a Gaudi.", "N", type=int | None)
+    compile: bool = _hardware(
+        False, "Let torch.compile build the forward passes; the first text waits for it.",
+        type=bool)
     trust_remote_code: bool = _model(
-        False, "Run the code that comes with a model. It can do what you can: read it first.",
+        False, "Run the code that comes with a model. It can do whatever you can: read it first.",
         type=bool)
     ignore_generation_config: str | None = _model(
-        None, "Leave these out of what the model's generation_config asks for: num_beams,...",
-        "NAMES")
+        None, "Ignore these settings of the model's generation_config, as in num_beams,top_k. "
+        "Default: none.", "NAMES")
     tokenizer: PreTrainedTokenizerBase | str | Path | None = _model(
-        None, "Another tokenizer than the model's: a folder or hub id.", "FOLDER",
+        None, "Use another tokenizer: a folder or a hub id. Default: the model's.", "FOLDER",
         type=str | None)
     shapes: ShapePolicy | None = None
 

@@ -24,21 +24,24 @@ DRAFTED = 8192
 class TrainConfig:
     """How to train; steps, if they are given, say how long, else epochs."""
 
-    steps: int | None = _loop_option(None, "Number of steps.", metavar="N", type=_number)
+    steps: int | None = _loop_option(
+        None, "Number of steps. Default: as many as the epochs have.", metavar="N", type=_number)
     epochs: float = _loop_option(2.0, "Number of epochs.", metavar="N", type=float)
     learning_rate: float | None = _loop_option(
-        None, "Highest learning rate; by the width of the target if not given.",
+        None, "Highest learning rate. Default: by the width of the target.",
         flags=("--lr",), metavar="X", type=float | None)  # fmt: skip
     objective: str = _loop_option(
-        "ce", "ce; or kl, distilled from the target.", metavar="NAME", type=str
+        "ce", "Loss: ce, or kl to distill from the target.", metavar="NAME", type=str
     )
     draft_vocab: int | None = _loop_option(
-        None, "Draft only the N most common tokens of the training text; 8192 of 32768 or more.",
+        None, "Draft only the N most common tokens of the training text. Default: 8192 if the "
+        "target knows 32,768 or more, else all.",
         metavar="N", type=_number)  # fmt: skip
-    length: int | None = _loop_option(None, "Tokens per row; 512 if the target reads so many.",
-                               metavar="N", type=_number)  # fmt: skip
+    length: int | None = _loop_option(
+        None, "Tokens per row. Default: 512, or the context of the target.",
+        metavar="N", type=_number)  # fmt: skip
     batch: int = _loop_option(4, "Rows per step.", metavar="B", type=int)
-    seed: int = _loop_option(0, "Same seed, same heads.", metavar="S", type=int)
+    seed: int = _loop_option(0, "The same seed gives the same heads.", metavar="S", type=int)
 
     def __post_init__(self) -> None:
         numbers = "steps", "epochs", "learning_rate", "batch", "length", "draft_vocab"
@@ -79,10 +82,10 @@ class SelfGenerateConfig:
         (0.0, 0.7), "Cycle through these temperatures.", metavar="T", flags=("--temperature",),
         type=list[float])  # fmt: skip
     rows_at_a_time: int = _text_option(
-        32, "Rows generated at a time.", metavar="B", flags=("--batch-size",), type=int)
+        32, "Generate B rows at a time.", metavar="B", flags=("--batch-size",), type=int)
     file: Path | None = option(  # noqa: RUF009
-        None, "Where its text is kept, to train several heads on; in --out.", panel="Text",
-        metavar="FILE", flags=("--own-text",), type=Path | None)  # fmt: skip
+        None, "File for the generated text, to train several heads on. Default: in --out.",
+        panel="Text", metavar="FILE", flags=("--own-text",), type=Path | None)  # fmt: skip
 
     def __post_init__(self) -> None:
         tokens, rows, temperatures = self.tokens, self.rows_at_a_time, list(self.temperatures)

@@ -158,9 +158,9 @@ def prove_bits(
     """Compare the engine's drafter, prompt lookup and plain batches with plain decoding row by row.
 
     exact_nodes: the machine's exactness class (rows x nodes), of chains and trees; None to probe
-    both. wants: how to sample, in turn. prompts: token ids, others than the usual. rows: sizes of batches. Passes if,
-    inside the class, every token and every bit of every log-probability agrees; outside it, if no
-    difference exceeds the rounding, and a forgotten token does.
+    both. wants: how to sample, in turn. prompts: token ids, others than the usual. rows: sizes of
+    batches. Passes if, inside the class, every token and every bit of every log-probability agrees;
+    outside it, if no difference exceeds the rounding, and a forgotten token does.
     """
     chains = trees = exact_nodes or 0
     if exact_nodes is None:
@@ -191,7 +191,8 @@ def prove_bits(
     verdict = (
         f"{comparison.texts} texts compared with plain decoding, {comparison.identical} to the "
         f"last bit; {exact_cases} of {len(cases)} set-ups in the machine's exactness class of "
-        f"{chains} nodes in chains, {trees} in trees; log-probabilities differ by at most {comparison.largest:.2g}, the "
+        f"{chains} nodes in chains, {trees} in trees; log-probabilities differ by at most "
+        f"{comparison.largest:.2g}, the "
         f"model's own logits by {comparison.noise:.2g}; {len(comparison.diverged)} texts "
         "diverged at near-ties"
     )
