@@ -29,6 +29,8 @@ ONE_EACH: dict[str, tuple[Sampling, Callable[[], hf.LogitsProcessor]]] = {
     "top_k above V": (Sampling(temperature=1.0, top_k=99), lambda: hf.TopKLogitsWarper(99)),
     "top_p": (Sampling(temperature=1.0, top_p=0.8), lambda: hf.TopPLogitsWarper(0.8)),
     "small top_p": (Sampling(temperature=1.0, top_p=1e-6), lambda: hf.TopPLogitsWarper(1e-6)),
+    "top_p that rounds to 0": (Sampling(temperature=1.0, top_p=1e-20),
+                               lambda: hf.TopPLogitsWarper(1e-20)),
     "min_p": (Sampling(temperature=1.0, min_p=0.1), lambda: hf.MinPLogitsWarper(0.1)),
     "repetition_penalty": (Sampling(repetition_penalty=1.7),
                            lambda: hf.RepetitionPenaltyLogitsProcessor(1.7)),

@@ -75,6 +75,12 @@ def audit(
         checks = [{**check._asdict(), "passed": check.passed} for check in result.checks]
         text = json.dumps({**verdict, **about, "checks": checks}, indent=1) + "\n"
         json_.write_text(text, encoding="utf-8")
+    _show(title, result, samples)
+    raise typer.Exit(int(result.biased))
+
+
+def _show(title: str, result: Any, samples: int) -> None:
+    """The verdict, a table of the tests, and how sure they are."""
     style, word = ("bold red", "BIASED") if result.biased else ("bold green", "UNBIASED")
     if not result.biased and result.joint.cells < WEAK:
         style = "bold yellow"
@@ -91,7 +97,6 @@ def audit(
         f"about {1e-6 * len(result.checks):.0e} of the time; a wrong one of a total variation of "
         f"{result.joint.detects:.3f} or more is caught with probability 0.999.", style="dim",
     )  # fmt: skip
-    raise typer.Exit(int(result.biased))
 
 
 def _choices(distribution: Any, prompt: Sequence[int], samples: int) -> int:
