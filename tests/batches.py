@@ -13,8 +13,8 @@ from draftproof.core.params import Sampling, SamplingParams
 from draftproof.core.tree import TokenTree
 from draftproof.engine.budget import Budget, Fixed
 from draftproof.engine.decoder import Decoder
-from draftproof.engine.sequence import SequenceState
 from draftproof.model.target import Target
+from draftproof.requests.sequence import SequenceState
 
 
 def running(

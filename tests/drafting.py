@@ -29,11 +29,11 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Completion, Engine
-from draftproof.engine.stats import State
 from draftproof.engine.wrappers import DrafterWrapper
 from draftproof.model.target import Target
 from draftproof.native.cpu_ops import CpuOps
 from draftproof.native.kernels import kernels
+from draftproof.requests.stats import State
 from draftproof.weights.packed_linear import pack_linears
 
 

@@ -14,7 +14,7 @@ import draftproof
 
 ROOT = Path(draftproof.__file__).parent
 FLOORS = ("errors", "core", "native", "gguf", "weights", "tokenizer",
-          "cache", "forward", "model", "drafters", "engine", "hf", "plots", "training",
+          "cache", "forward", "model", "requests", "drafters", "engine", "hf", "plots", "training",
           "verify", "bench", "plan", "server", "cli")
 FILES = sorted(path for path in ROOT.rglob("*.py")
                if path.parent != ROOT or path.name == "errors.py")
@@ -76,6 +76,39 @@ def test_drafters_never_import_each_other() -> None:
                 own = other.startswith(path.stem.partition("_")[0])
                 own |= (path.stem, other) == ("features", "draft_model")
                 assert other in shared or own, f"{path.name} imports {name}"
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules of ours that a file needs, in functions too; not those of annotations alone."""
+    names, waiting = set[str](), list[ast.AST]([ast.parse(path.read_text())])
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            names |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{name.name}" for name in node.names)}
+        waiting += ast.iter_child_nodes(node)
+    return names
+
+
+CHOOSES = "draftproof.model.target"
+"""`Target(model)` makes one of the classes derived from it, which it imports when it is called."""
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = {".".join(("draftproof", *path.relative_to(ROOT).with_suffix("").parts)): path
+               for path in FILES if path.name != "__init__.py"}
+    needs = {name: imported_modules(path) & (modules.keys() - {name})
+             for name, path in modules.items()}
+    needs[CHOOSES] = {name for name in needs[CHOOSES] if CHOOSES not in needs[name]}
+    needs[CHOOSES].discard("draftproof.model.encoder_decoder")          # derived of a derived one
+    while free := [name for name, others in needs.items() if not others & needs.keys()]:
+        for name in free:
+            del needs[name]
+    assert not needs, "modules in a circle, or that import one"
 
 
 PAGES = [ROOT.parents[1] / "README.md", *sorted(ROOT.parents[1].glob("docs/**/*.md"))]

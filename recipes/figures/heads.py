@@ -15,8 +15,8 @@ from run import Row
 import draftproof as dp
 from draftproof.bench.workloads import GENERAL, STORIES, read_prompts
 from draftproof.engine.named_drafters import HEADS
-from draftproof.engine.stats import RoundStats
 from draftproof.model.loading import resolve
+from draftproof.requests.stats import RoundStats
 
 
 def options(parser: argparse.ArgumentParser) -> None:

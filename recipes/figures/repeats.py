@@ -24,7 +24,7 @@ from torch import Tensor
 
 import draftproof as dp
 from draftproof.bench.methods import load_methods
-from draftproof.engine.stats import RoundStats
+from draftproof.requests.stats import RoundStats
 
 ARTICLE, NEW = 1400, 160
 """Characters of an article; tokens that are dictated at most."""

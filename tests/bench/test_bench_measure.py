@@ -15,7 +15,7 @@ from rich.console import Console
 from draftproof.bench.measure import PROMPTS_PER_ROW, Bench, Clock, Output, Setting
 from draftproof.bench.report import Interval, as_json, compute, notes, table
 from draftproof.core.params import Sampling
-from draftproof.engine.stats import RoundStats
+from draftproof.requests.stats import RoundStats
 
 GREEDY = Setting(1, 0.0)
 ABOUT = {"machine": {"device": "cpu"}, "workload": "3 prompts", "new_tokens": 8,

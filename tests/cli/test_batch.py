@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from draftproof.cli.batch import Batch
-from draftproof.engine.engine import Completion, Engine
+from draftproof.engine.engine import Engine, Update
+from draftproof.requests.reader import RequestReader
 from draftproof.training.files import locked
 
 Call = Callable[..., Any]
@@ -56,29 +57,31 @@ def test_rows_come_in_order_and_resume_after_interruption(
     assert call(*args(target, rows, whole)).code == 0
     assert [row["index"] for row in read(whole)] == list(range(len(ROWS)))
     assert read(whole)[0]["id"] == "long" and read(whole)[0]["tokens"] == 30
-    as_completed, asked = Engine.as_completed, list[int]()
+    run, tokens, read_rows = Engine.run, RequestReader.tokens, list[Any]()
 
-    def interrupted(self: Engine, *given: Any, **options: Any) -> Iterator[Completion]:
-        for count, completion in enumerate(as_completed(self, *given, **options)):
+    def interrupted(self: Engine, *args: Any) -> Iterator[Update]:
+        count = 0
+        for update in run(self, *args):
             if count == 8:
                 raise KeyboardInterrupt
-            yield completion
+            count += update.finished
+            yield update
 
-    def counted(self: Engine, prompts: list[Any], **options: Any) -> Iterator[Completion]:
-        asked.append(len(prompts))
-        return as_completed(self, prompts, **options)
+    def counted(self: RequestReader, prompt: Any) -> list[int]:
+        read_rows.append(prompt)
+        return tokens(self, prompt)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "as_completed", interrupted)
+        patch.setattr(Engine, "run", interrupted)
         said = call(*args(target, rows, broken))
     written = texts(broken)
     assert said.code == 130 and f"with 8 of {len(ROWS)} rows done" in said.err.splitlines()[-1]
     assert len(written) == 8 and set(written) < set(texts(whole)) and written != sorted(written)
     with broken.open("a") as file:
         file.write('{"index": 11, "input_sha')                  # a line that was being written
-    monkeypatch.setattr(Engine, "as_completed", counted)
+    monkeypatch.setattr(RequestReader, "tokens", counted)
     assert call(*args(target, rows, broken)).code == 0
-    assert sum(asked) == len(ROWS) - 8                  # what was finished is not done again
+    assert len(read_rows) == len(ROWS) - 8      # each once; what was finished is not done again
     assert texts(broken) == texts(whole)
 
 

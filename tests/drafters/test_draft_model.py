@@ -20,9 +20,9 @@ from draftproof.drafters.draft_model import CONFIDENCE_SCALE, DraftModel
 from draftproof.engine.budget import Budget, Fixed
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
-from draftproof.engine.stats import State
 from draftproof.model.target import Target
 from draftproof.native.kernels import kernels
+from draftproof.requests.stats import State
 from draftproof.weights.packed_linear import pack_linears
 
 pytestmark = pytest.mark.skipif(kernels() is None, reason="no kernels for it here")

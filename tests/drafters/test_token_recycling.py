@@ -15,7 +15,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.token_recycling import DEPTH, TokenRecycling
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import Round, State
+from draftproof.requests.stats import Round, State
 
 Best = dict[int, float]
 pytestmark = pytest.mark.usefixtures("lookup")

@@ -15,7 +15,7 @@ from itertools import pairwise
 import pytest
 
 from draftproof.engine.budget import DEBT, RATE, STALE, Adaptive, presets
-from draftproof.engine.stats import Round, State
+from draftproof.requests.stats import Round, State
 
 Luck = Callable[[int, int, int], float]
 """Chance that a draft token is accepted: by tokens so far, its depth, and how many were drafted."""

@@ -15,8 +15,8 @@ from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import Round, State
 from draftproof.model.target import Target
+from draftproof.requests.stats import Round, State
 
 BOTH = [Sampling(), Sampling(temperature=0.9, seed=11)] * 3
 

@@ -18,9 +18,9 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.batch import Batch
 from draftproof.engine.engine import Engine
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.engine.stats import Round
 from draftproof.errors import DrafterMismatch
 from draftproof.native.cpu_ops import CpuOps
+from draftproof.requests.stats import Round
 
 
 def test_the_target_reads_each_prompt_token_once_and_each_new_one_once_where_it_stands() -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from draftproof.core.acceptance import RULES
 from draftproof.core.params import Sampling
-from draftproof.engine import stats
 from draftproof.engine.config import EngineConfig
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import Clock
 from draftproof.errors import BadInput, BrokenModel
 from draftproof.model.target import Target
+from draftproof.requests import stats
+from draftproof.requests.stats import Clock
 
 NEW = 16
 WARM = Sampling(temperature=0.9, seed=5)

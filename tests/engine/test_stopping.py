@@ -11,10 +11,10 @@ from tiny import VOCAB, prompts, target
 from draftproof.core.params import Sampling, SamplingParams
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Completion, Engine
-from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput
 from draftproof.model.loading import embedded, load_tokenizer
 from draftproof.model.target import Target
+from draftproof.requests.sequence import SequenceState
 from draftproof.tokenizer.codec import Codec
 
 PROMPT, WARM = [3, 1, 4], Sampling(temperature=0.9, seed=5)

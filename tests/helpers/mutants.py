@@ -33,7 +33,7 @@ from draftproof.native import cpu_ops
 Plant = Callable[[], Context[Any]]
 NOISE, CHANCE = "core.noise:", "core.sampling:KeyedChance."
 SAMPLER, FILTERS = "core.sampling:Sampler.", "core.processors:LogitsProcessors."
-CACHE, ROW = "cache.kv_cache:KVCache.", "engine.sequence:SequenceState."
+CACHE, ROW = "cache.kv_cache:KVCache.", "requests.sequence:SequenceState."
 DRAFT = "drafters.draft_model:DraftModel."
 
 
@@ -344,7 +344,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("stop strings searched in the last piece only", "21: SGLang #39826",
            around(ROW + "_hold", last_piece), "distribution", ("ends",)),
     Mutant("tokens counted that were never emitted", "22: vLLM #56101",
-           around("engine.stats:RoundStats.record", lambda own, self, width, drafted, reach,
+           around("requests.stats:RoundStats.record", lambda own, self, width, drafted, reach,
                   accepted, emitted, *rest: own(self, width, drafted, reach, accepted,
                                                 accepted + 1, *rest)), "distribution", ("ends",)),
     Mutant("log-probabilities taken at the wrong node", "item of this project",

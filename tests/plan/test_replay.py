@@ -23,13 +23,13 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.budget import Adaptive, Fixed
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import Round
 from draftproof.model.target import Target
 from draftproof.plan.machine import LIGHT, Machine, Timed
 from draftproof.plan.planner import begin_with, learned
 from draftproof.plan.playback import PlayedDraft, PlayedDrafter
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import replay
+from draftproof.requests.stats import Round
 
 NEW = 24
 ONE = Machine("one", "", tuple(Timed("", False, rows, 0, 1.0) for rows in (1, 2)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import draftproof as dp
-from draftproof.engine.request import Request, Update
+from draftproof.requests.request import Request, Update
 from draftproof.server import schema
 from draftproof.server.answer import Answer
 from draftproof.server.hosted_model import Reading

@@ -13,7 +13,7 @@ import torch
 from asking import PROMPTS
 
 import draftproof as dp
-from draftproof.core.params import RuleRequest
+from draftproof.core.params import RuleContext
 from draftproof.errors import BadInput
 from draftproof.server.grammar import KEPT, Grammars, json_rule
 from draftproof.server.tools import HERMES, LLAMA, MISTRAL, CallReader, Form
@@ -48,7 +48,7 @@ def grammars(server: Any) -> Grammars:
 
 def test_a_mask_depends_on_the_text_alone(grammars: Grammars) -> None:
     """Asked about the nodes of any tree, in any order, it says what a fresh one says."""
-    dice, request = Random(1), RuleRequest([1, 2, 3], 99, (0,), torch.device("cpu"))
+    dice, request = Random(1), RuleContext([1, 2, 3], 99, (0,), torch.device("cpu"))
     rule, scores = grammars.lark(f"start: {json_rule(SCHEMA)}"), torch.zeros(1, grammars.vocab)
     asked, text = rule.make(request), [1, 2, 3]
     for _ in range(150):
@@ -68,7 +68,7 @@ def test_the_end_tokens_of_a_request_may_come_where_the_text_may_end(grammars: G
     encode = grammars.codec.encode if grammars.codec else lambda *_: []
     (a,), other = encode("a", special=False)[-1:], 77
     for ends in ((0,), (other,), (0, other)):
-        processor = rule.make(RuleRequest([1, 2], 99, ends, torch.device("cpu")))
+        processor = rule.make(RuleContext([1, 2], 99, ends, torch.device("cpu")))
         for text, may_end in (([1, 2], False), ([1, 2, a], True)):
             allowed = processor(torch.tensor([text]), scores)[0].isfinite()
             assert [bool(allowed[end]) for end in (0, other)] == [
@@ -80,7 +80,7 @@ def test_neither_tokenizers_nor_grammars_are_kept_without_limit(grammars: Gramma
     made, tables = Grammars(grammars.codec, grammars.vocab, (0,)), list[Any]()
     for number in range(3 * KEPT):
         rule = made.lark(f'start: "a" "{number}"')
-        rule.make(RuleRequest([1], 9, (0, number), torch.device("cpu")))
+        rule.make(RuleContext([1], 9, (0, number), torch.device("cpu")))
         tables += made._tokenizers
         assert len(made._compiled) <= KEPT
     assert all(table is tables[0] for table in tables)

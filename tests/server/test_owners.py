@@ -9,7 +9,7 @@ from asking import PROMPTS
 from fastapi.testclient import TestClient
 
 import draftproof as dp
-from draftproof.core.params import RuleRequest
+from draftproof.core.params import RuleContext
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.server.api import Server
 from draftproof.server.grammar import Grammars, json_rule
@@ -65,5 +65,5 @@ def test_a_grammar_is_compiled_for_each_owner(monkeypatch: pytest.MonkeyPatch) -
     grammar = f"start: {json_rule({'type': 'object'})}"
     for owner, count in ((1, 1), (1, 1), (2, 2), (1, 2)):
         rule = grammars.of(owner).lark(grammar)
-        rule.make(RuleRequest([5], 9, engine.stop_tokens, engine.target.device))
+        rule.make(RuleContext([5], 9, engine.stop_tokens, engine.target.device))
         assert len(compiled) == count

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from asking import PROMPTS
 
-from draftproof.engine.foreign_options import HARMLESS
+from draftproof.requests.foreign_options import HARMLESS
 
 BODY = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
 SCHEMA = {"type": "object", "additionalProperties": False, "required": ["a"],

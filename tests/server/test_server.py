@@ -25,7 +25,7 @@ import pytest
 from asking import KEY, PROMPTS, alone
 
 import draftproof as dp
-from draftproof.engine.stats import RoundStats
+from draftproof.requests.stats import RoundStats
 from draftproof.server.hosted_model import default_sampling
 from draftproof.server.metrics import Metrics
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import RoundStats
+from draftproof.requests.stats import RoundStats
 
 Clock = Callable[[], float]
 Prompts = Sequence[list[int]]

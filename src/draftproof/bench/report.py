@@ -18,9 +18,9 @@ from rich.table import Table
 from scipy.stats import bootstrap
 
 from draftproof.bench.measure import PLAIN, Bench, Setting, Trial
-from draftproof.engine.completion import first_difference
-from draftproof.engine.stats import RoundStats
 from draftproof.model.device import Device, versions
+from draftproof.requests.completion import first_difference
+from draftproof.requests.stats import RoundStats
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftproof.engine.engine import Engine, Prompt
-from draftproof.engine.rows import parsed, prompt_of
 from draftproof.errors import BadInput
 from draftproof.model.loading import embedded, resolve
+from draftproof.requests.openai_format import parse_json, prompt_of
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 STORIES, GENERAL = EMBEDDED / "stories.jsonl", EMBEDDED / "general.jsonl"
@@ -32,7 +32,7 @@ def read_prompts(file: Path, chat: bool = False) -> list[Prompt]:
     for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
         try:
             if line.strip():
-                prompts.append(prompt_of(parsed(line), chat))
+                prompts.append(prompt_of(parse_json(line), chat))
         except BadInput as error:
             raise BadInput(f"line {number} of {file} cannot be used: {error}") from error
     if not prompts:

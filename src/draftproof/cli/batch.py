@@ -20,12 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from draftproof.cli import show
 from draftproof.cli.setup import engine_of
 from draftproof.engine.config import EngineConfig
-from draftproof.engine.rows import identity, understood
 from draftproof.errors import BadInput, DraftproofError, first_line
+from draftproof.requests.openai_format import parse_row, row_ids
 from draftproof.training.files import locked
 
 if TYPE_CHECKING:
-    from draftproof.engine.engine import Completion, Engine
+    from draftproof.engine.engine import Completion, Engine, Request
     from draftproof.model.parallel import ProcessGroup
 
 WINDOW = 8
@@ -34,7 +34,7 @@ WINDOW = 8
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the input, not yet understood."""
+    """One row of the input, not yet parsed."""
 
     index: int
     text: bytes
@@ -187,28 +187,31 @@ class Batch:
 
     def outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[Outcome]:
         """A completion or an error for each line; within a window of lines, in any order."""
+        from draftproof.requests.reader import note_copies
+
         base = replace(engine.sampling, **self.sampling)
         for start in range(0, len(lines), self.window):
-            ready, prompts, wanted = list[Line](), list[Any](), list[Any]()
+            ready: list[Line] = []
+            requests: list[Request] = []
             for line in lines[start : start + self.window]:
                 try:
-                    prompt, sampling = understood(line.text, base, self.chat)
-                    engine.check(prompt, sampling=sampling)
+                    prompt, sampling = parse_row(line.text, base, self.chat)
+                    (request,) = engine.read([prompt], sampling=sampling)
                 except BadInput as error:
                     yield line, str(error)
                 except (TypeError, ValueError, OverflowError, RecursionError) as error:
                     yield line, f"the row cannot be used: {first_line(error)}"
                 else:
+                    request.index = len(requests)
                     ready.append(line)
-                    prompts.append(prompt)
-                    wanted.append(sampling)
-            for completion in engine.as_completed(
-                prompts, sampling=wanted, batch_size=self.batch_size
-            ):
-                yield ready[completion.prompt], completion
+                    requests.append(request)
+            note_copies(requests)
+            for update in engine.run(requests, self.batch_size):
+                if update.completion is not None:
+                    yield ready[update.completion.prompt], update.completion
 
     def _row(self, line: Line, outcome: Completion | str) -> bytes:
-        row = {"index": line.index, **identity(line.text), "input_sha256": line.digest,
+        row = {"index": line.index, **row_ids(line.text), "input_sha256": line.digest,
                "settings": self._settings}
         if isinstance(outcome, str):
             row["error"] = outcome

@@ -22,8 +22,8 @@ from draftproof.cli.setup import (
     must_have_folders,
 )
 from draftproof.engine.config import EngineConfig
-from draftproof.engine.rows import prompt_of
 from draftproof.errors import BadInput
+from draftproof.requests.openai_format import prompt_of
 
 if TYPE_CHECKING:
     from draftproof.core.params import Sampling
@@ -190,7 +190,7 @@ def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[C
 
 def _compared(ours: Sequence[Completion], plain: Sequence[Completion]) -> dict[str, Any]:
     """Speed-up, and where the first text that is another one parts from the plain one."""
-    from draftproof.engine.completion import first_difference
+    from draftproof.requests.completion import first_difference
 
     pairs = zip(ours, plain, strict=True)
     differs = [first_difference(mine.tokens, theirs.tokens) for mine, theirs in pairs]

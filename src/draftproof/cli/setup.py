@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from draftproof.cli import show
 from draftproof.engine.config import EngineConfig
-from draftproof.engine.rows import NOT_DATA
 from draftproof.errors import BadInput, DraftproofError, ModelNotFound, RankLost
+from draftproof.requests.openai_format import NOT_DATA
 
 if TYPE_CHECKING:
     from draftproof.core.params import Sampling

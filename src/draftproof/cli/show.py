@@ -31,7 +31,7 @@ from draftproof.core.progress import listening
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Completion
-    from draftproof.engine.stats import RoundStats
+    from draftproof.requests.stats import RoundStats
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -160,7 +160,7 @@ class StreamWriter:
 
 def together(completions: Sequence[Completion]) -> RoundStats:
     """Counts of all rows that ran side by side, seconds of the one that ran longest."""
-    from draftproof.engine.stats import RoundStats
+    from draftproof.requests.stats import RoundStats
 
     total = RoundStats()
     for completion in completions:

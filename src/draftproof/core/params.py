@@ -17,15 +17,26 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, of the prefix alone."""
 
 
-class RuleRequest(NamedTuple):
-    """What a rule on logits may depend on, besides the text: its request. encoded: what an encoder
-    reads, else the prompt."""
+class RuleContext(NamedTuple):
+    """What a rule on logits may depend on besides the text.
+
+    Attributes:
+        prompt: Token ids of the prompt.
+        limit: The most new tokens.
+        ends: End tokens.
+        device: Where logits are.
+        encoded: What an encoder reads, else the prompt.
+    """
 
     prompt: Sequence[int]
     limit: int
     ends: tuple[int, ...]
     device: torch.device
     encoded: Sequence[int] = ()
+
+
+RuleRequest = RuleContext
+"""The class under its former name."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class LogitsRule:
     """
 
     name: str
-    make: Callable[[RuleRequest], LogitsProcessor]
+    make: Callable[[RuleContext], LogitsProcessor]
     reads_text: bool = True
 
 

@@ -8,9 +8,9 @@ import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
-from draftproof.engine.request import Request, Update
 from draftproof.engine.scheduler import Scheduler
 from draftproof.native.kernels import release_workers
+from draftproof.requests.request import Request, Update
 
 IDLE_SECONDS = 5.0
 """The thread ends when there was nothing to do for so long, and lets go of its engine."""

@@ -13,10 +13,10 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
-from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput, BrokenModel, DraftproofError
 from draftproof.model.target import Target
+from draftproof.requests.sequence import SequenceState
 
 Samples = Sequence[SequenceState]
 """The samples of one prompt, each a row of its own."""

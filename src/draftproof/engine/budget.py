@@ -13,8 +13,8 @@ from itertools import compress, pairwise
 from math import inf
 
 from draftproof.drafters.base import Drafter
-from draftproof.engine.stats import Round, State
 from draftproof.errors import BadInput
+from draftproof.requests.stats import Round, State
 
 DEBT = 3.0          # plain steps that may be lost,
 CREDIT = 12.0       # and of those that were gained before, how many may be lost again,

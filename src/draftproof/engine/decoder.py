@@ -23,12 +23,12 @@ from draftproof.engine.chunk_budget import ChunkBudget
 from draftproof.engine.prefill import SHORT, Prefill, Prompts
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.row_output import RowOutput, row_outputs
-from draftproof.engine.sequence import SequenceState
 from draftproof.engine.shape_policy import OPEN, ShapePolicy
-from draftproof.engine.stats import Clock, Round, State
 from draftproof.errors import DrafterMismatch
 from draftproof.model.device import Device
 from draftproof.model.target import Target
+from draftproof.requests.sequence import SequenceState
+from draftproof.requests.stats import Clock, Round, State
 
 Watch = Callable[[TokenTree, list[list[str]], Sequence[SequenceState], Sequence[RowOutput]], None]
 """Told each round what was verified, who drafted each node, and what each row accepted of it."""

@@ -20,23 +20,23 @@ from draftproof.core.typical import Typical, rule_of
 from draftproof.drafters.base import Drafter, Plain
 from draftproof.engine.background import Background, updates_of
 from draftproof.engine.budget import Adaptive, Budget, Fixed, usual_budget
-from draftproof.engine.completion import Completion as Completion
-from draftproof.engine.completion import Options, Wanted, check_count
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.prefix_cache import PrefixCache
-from draftproof.engine.prompts import Prompt as Prompt
-from draftproof.engine.request import Request as Request
-from draftproof.engine.request import Status as Status
-from draftproof.engine.request import Update as Update
-from draftproof.engine.request_reader import RequestReader
 from draftproof.engine.scheduler import Scheduler as Scheduler
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.engine.stats import RoundStats
 from draftproof.engine.warm_up import warm_up
 from draftproof.engine.wrappers import BroadcastBudget, BroadcastDrafter, broadcast_rule
 from draftproof.errors import BadInput, reject_unknown_options
 from draftproof.model.device import Device
 from draftproof.model.target import Target
+from draftproof.requests.completion import Completion as Completion
+from draftproof.requests.completion import Options, Wanted, check_count
+from draftproof.requests.prompts import Prompt as Prompt
+from draftproof.requests.reader import RequestReader
+from draftproof.requests.request import Request as Request
+from draftproof.requests.request import Status as Status
+from draftproof.requests.request import Update as Update
+from draftproof.requests.stats import RoundStats
 from draftproof.tokenizer.codec import Codec
 
 Chunk = Update
@@ -100,7 +100,7 @@ class Engine:
     def requests(self) -> RequestReader:
         """What checks prompts and sampling parameters."""
         if self.target.encodes:
-            from draftproof.engine.sources import SourceReader
+            from draftproof.requests.source_reader import SourceReader
 
             return SourceReader(self.target, self.codec, self.stop_tokens)
         return RequestReader(self.target, self.codec, self.stop_tokens)
@@ -144,7 +144,7 @@ class Engine:
             prompts, max_new_tokens=options.get("max_new_tokens"),
             sampling=options.get("sampling"), n=options.get("n", 1),
         )  # fmt: skip
-        updates = self._run(requests, batch_size)
+        updates = self.run(requests, batch_size)
         return (update.completion for update in updates if update.completion is not None)
 
     def generate_ids(
@@ -173,7 +173,7 @@ class Engine:
             BadInput: The request cannot be honoured; nothing has run.
         """
         requests = self.read([prompt], max_new_tokens=max_new_tokens, sampling=sampling)
-        return self._run(requests, 1)
+        return self.run(requests, 1)
 
     async def astream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
@@ -314,9 +314,18 @@ class Engine:
         finally:
             scheduler.close()
 
-    def _run(
-        self, requests: Sequence[Request], batch_size: int | None
+    def run(
+        self, requests: Sequence[Request], batch_size: int | None = None
     ) -> Generator[Update, None, None]:
+        """Complete requests of `read`; `generate` and `stream` are loops over this.
+
+        Args:
+            requests: What `read` returned.
+            batch_size: Sequences that run side by side; None takes all, up to 8.
+
+        Yields:
+            What each step brought to each sequence; the last update of one has its completion.
+        """
         with self.scheduled(requests, batch_size) as scheduler:
             while scheduler.waiting or scheduler.running:
                 yield from scheduler.step()

@@ -13,11 +13,11 @@ from threading import Lock
 from draftproof.core.tree import TokenTree
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.prefill import Prefill
-from draftproof.engine.request import DraftTree, Request, Status, Update
 from draftproof.engine.row_output import RowOutput
-from draftproof.engine.sequence import SequenceState
-from draftproof.engine.stats import Clock, RoundStats
 from draftproof.errors import BadInput, DraftproofError, Unavailable
+from draftproof.requests.request import DraftTree, Request, Status, Update
+from draftproof.requests.sequence import SequenceState
+from draftproof.requests.stats import Clock, RoundStats
 
 
 class Scheduler:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from draftproof.cache.kv_cache import CHUNKS
 from draftproof.core.params import Sampling
 from draftproof.engine.budget import Adaptive, Budget
-from draftproof.engine.sequence import SequenceState
-from draftproof.engine.stats import State
+from draftproof.requests.sequence import SequenceState
+from draftproof.requests.stats import State
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Engine

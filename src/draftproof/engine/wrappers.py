@@ -22,9 +22,9 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.engine.budget import Budget
-from draftproof.engine.stats import Round, State
 from draftproof.model.parallel import ProcessGroup
 from draftproof.model.target import Target
+from draftproof.requests.stats import Round, State
 
 ROOM = 2048
 """Tokens of a source that are looked at."""

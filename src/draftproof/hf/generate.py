@@ -34,11 +34,11 @@ from transformers.generation.stopping_criteria import (
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
-from draftproof.engine.prompts import without_padding
 from draftproof.errors import BadInput
 from draftproof.hf.asked import encoded_rows, logits_of, refuse
 from draftproof.hf.call import ending, find_call, keep_tokenizer
 from draftproof.model.module_target import ModuleTarget
+from draftproof.requests.prompts import without_padding
 
 keep_tokenizer()
 

@@ -16,9 +16,9 @@ import transformers as hf
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from draftproof.core.params import LogitsProcessor, LogitsRule, RuleRequest, Sampling
+from draftproof.core.params import LogitsProcessor, LogitsRule, RuleContext, Sampling
 from draftproof.errors import BadInput, first_line
-from draftproof.model.loading import stop_tokens
+from draftproof.model.end_tokens import stop_tokens
 
 FIELDS = {
     "repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram",
@@ -108,7 +108,7 @@ def _asks(name: str, value: Any) -> bool:
     return value not in (None, False, 0, [], {}, neutral.get(name))
 
 
-def _refuse(option: str, request: RuleRequest) -> LogitsProcessor:
+def _refuse(option: str, request: RuleContext) -> LogitsProcessor:
     raise BadInput(
         f"the model's generation_config asks for {option}, which is not honoured here; to write "
         f"without it, give --ignore-generation-config {option.partition('=')[0]} "
@@ -116,7 +116,7 @@ def _refuse(option: str, request: RuleRequest) -> LogitsProcessor:
     )
 
 
-def _made(name: str, value: Any, request: RuleRequest) -> LogitsProcessor:
+def _made(name: str, value: Any, request: RuleContext) -> LogitsProcessor:
     """The processor of a rule for one request."""
     try:
         return RULES[name](value, request)
@@ -127,19 +127,19 @@ def _made(name: str, value: Any, request: RuleRequest) -> LogitsProcessor:
         ) from error
 
 
-def _no_repeat_of_encoded(value: Any, request: RuleRequest) -> LogitsProcessor:
+def _no_repeat_of_encoded(value: Any, request: RuleContext) -> LogitsProcessor:
     ids = torch.tensor([request.encoded], dtype=torch.int64, device=request.device)
     return hf.EncoderNoRepeatNGramLogitsProcessor(value, ids)
 
 
-def _min_length(value: Any, request: RuleRequest) -> LogitsProcessor:
+def _min_length(value: Any, request: RuleContext) -> LogitsProcessor:
     if not request.ends:
         return lambda text, scores: scores
     ends: Tensor = torch.tensor(request.ends, device=request.device)
     return hf.MinLengthLogitsProcessor(value, ends, device=str(request.device))
 
 
-RULES: dict[str, Callable[[Any, RuleRequest], LogitsProcessor]] = {
+RULES: dict[str, Callable[[Any, RuleContext], LogitsProcessor]] = {
     "encoder_no_repeat_ngram_size": _no_repeat_of_encoded,
     "min_length": _min_length,
     "forced_bos_token_id": lambda value, _: hf.ForcedBOSTokenLogitsProcessor(value),

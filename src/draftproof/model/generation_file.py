@@ -54,8 +54,8 @@ def native_defaults(
         return sampling_of(settings), _ends(settings.get("eos_token_id"))
     from transformers import GenerationConfig
 
+    from draftproof.model.end_tokens import stop_tokens
     from draftproof.model.generation_defaults import default_sampling
-    from draftproof.model.loading import stop_tokens
 
     config: Any = GenerationConfig.from_pretrained(folder)
     shell: Any = SimpleNamespace(generation_config=config, config=model.config)

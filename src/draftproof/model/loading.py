@@ -18,6 +18,7 @@ from draftproof.errors import BadInput, DraftproofError, ModelNotFound, Unsuppor
 from draftproof.gguf.config import model_of
 from draftproof.gguf.file import GGUFFile
 from draftproof.model.device import Device
+from draftproof.model.end_tokens import stop_tokens as stop_tokens
 from draftproof.model.names import EMBEDDED, check_model, embedded_names, not_on_the_hub
 from draftproof.model.names import resolve as resolve
 from draftproof.model.quantized_model import describe, unpacked_checkpoint
@@ -230,14 +231,6 @@ def _check_report(name: str, kind: str, report: dict[str, Any]) -> None:
 
 def _several(keys: Sequence[str]) -> str:
     return f"{keys[0]} and {len(keys) - 1} more" if len(keys) > 1 else keys[0]
-
-
-def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
-    """The end tokens that the model's generation_config names, or else its configuration."""
-    generation = getattr(model, "generation_config", None)
-    source = generation if generation is not None else model.config
-    ends = getattr(source, "eos_token_id", None)
-    return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
 
 
 def _check_quantiser(name: str, quantized: Any) -> None:

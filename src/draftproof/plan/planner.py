@@ -19,7 +19,6 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.budget import Adaptive, Costs, Fixed, presets
 from draftproof.engine.config import TRAINING_FREE
 from draftproof.engine.engine import Completion, Engine
-from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput
 from draftproof.model.target import Target
 from draftproof.plan.machine import LIGHT, Machine, Size, read_machine
@@ -27,6 +26,7 @@ from draftproof.plan.playback import Playback, PlayedDraft, PlayedDrafter
 from draftproof.plan.probe import Noise, probe
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import replay
+from draftproof.requests.stats import RoundStats
 from draftproof.weights.packed_linear import PackedLinear
 from draftproof.weights.quantize import weight_bytes
 from draftproof.weights.quantized_linear import QuantizedLinear

@@ -23,8 +23,8 @@ from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import Round, State
 from draftproof.plan.machine import Curve, Machine, Timed, along
+from draftproof.requests.stats import Round, State
 
 TIMES, SECONDS, MOST, LONG, STALL = 5, 0.1, 24, 512, 1.5
 """How often each size is timed, and for how long beyond that if its rounds are short, but at most

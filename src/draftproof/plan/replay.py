@@ -24,11 +24,11 @@ from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Completion, Engine
-from draftproof.engine.stats import Round, State
 from draftproof.model.target import Target
 from draftproof.plan.machine import LIGHT, Machine
 from draftproof.plan.playback import Playback
 from draftproof.plan.recording import Text
+from draftproof.requests.stats import Round, State
 
 
 class Recorded(Target):

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.engine.engine import Completion, Engine, Prompt
-from draftproof.engine.request import DraftTree, Update
-from draftproof.engine.stats import PARTS
+from draftproof.requests.request import DraftTree, Update
+from draftproof.requests.stats import PARTS
 
 TEMPLATE = Path(__file__).with_name("trace.html")
 PART_NAMES = dict(zip(PARTS, ("read the prompt", "draft", "verify", "decide"), strict=True))

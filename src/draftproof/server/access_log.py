@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftproof.engine.sequence import SequenceState
+from draftproof.requests.sequence import SequenceState
 
 LOGGER = logging.getLogger("draftproof.access")
 ROWS = "draftproof.rows"

@@ -9,8 +9,8 @@ from typing import Any
 
 import fastapi
 
-from draftproof.engine.request import DraftTree, Request, Update
 from draftproof.errors import DraftproofError
+from draftproof.requests.request import DraftTree, Request, Update
 from draftproof.server.base_answer import BaseAnswer, Piece, event
 from draftproof.server.hosted_model import HostedModel, Reading
 from draftproof.server.problems import error_body, status_of

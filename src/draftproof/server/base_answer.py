@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import fastapi
 
 from draftproof.engine.engine import Completion
-from draftproof.engine.request import Request, Update
 from draftproof.errors import DraftproofError, Unavailable
+from draftproof.requests.request import Request, Update
 from draftproof.server.hosted_model import HostedModel, Reading
 from draftproof.server.output_reader import Output
 from draftproof.server.schema import Own

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from draftproof.core.params import LogitsRule
-from draftproof.engine.foreign_options import is_neutral
 from draftproof.errors import BadInput, first_line
+from draftproof.requests.foreign_options import is_neutral
 from draftproof.server.grammar import Grammars, json_rule
 from draftproof.server.schema import ResponseFormat
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftproof.core.params import LogitsProcessor, LogitsRule, RuleRequest
-from draftproof.engine.completion import first_difference
+from draftproof.core.params import LogitsProcessor, LogitsRule, RuleContext
 from draftproof.errors import BadInput
+from draftproof.requests.completion import first_difference
 from draftproof.server.schema import ResponseFormat
 from draftproof.tokenizer.codec import Codec
 
@@ -91,7 +91,7 @@ class Grammars:
         self._matcher(grammar)      # may take seconds: here, where no round waits for it
         return LogitsRule("grammar", lambda request: self._processor(grammar, request))
 
-    def _processor(self, grammar: str, request: RuleRequest) -> LogitsProcessor:
+    def _processor(self, grammar: str, request: RuleContext) -> LogitsProcessor:
         if not request.ends:
             raise BadInput("a text with a grammar ends by an end token; leave ignore_eos out")
         matcher = self._matcher(grammar)

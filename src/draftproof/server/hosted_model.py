@@ -10,9 +10,9 @@ from typing import Any
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
-from draftproof.engine.request import Request
-from draftproof.engine.rows import messages_of, refuse_unrecognized, sampling_of
 from draftproof.errors import ContextTooLong
+from draftproof.requests.openai_format import messages_of, refuse_unrecognized, sampling_of
+from draftproof.requests.request import Request
 from draftproof.server import constraints, schema
 from draftproof.server.grammar import Grammars
 from draftproof.server.metrics import Metrics
@@ -118,7 +118,7 @@ class HostedModel:
         if isinstance(body, schema.Chat) and form is not None:
             rule = call_rule(body, form, grammars) or rule
         sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
-        prompts, n = self.engine.requests.several(prompts), body.n or 1
+        prompts, n = self.engine.requests.split_prompts(prompts), body.n or 1
         self.queue.check(body.draftproof.drafter, len(prompts), n)
         limited = sampling.max_new_tokens is not None or sampling.max_length is not None
         limit = None if limited else self.queue.length

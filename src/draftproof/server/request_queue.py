@@ -10,9 +10,9 @@ from functools import partial
 
 from draftproof.engine.background import Background
 from draftproof.engine.engine import Engine
-from draftproof.engine.request import Request, Update
 from draftproof.errors import BadInput, Unavailable
 from draftproof.native.kernels import release_workers
+from draftproof.requests.request import Request, Update
 from draftproof.server.metrics import Metrics
 
 Listener = Callable[[Update], None]

@@ -1,10 +1,10 @@
-"""The former path of what a step brings to one sample: `draftproof.engine.request.Update` now."""
+"""The former path of what a step brings to one sample: `draftproof.requests.request.Update` now."""
 
 from __future__ import annotations
 
 from draftproof.core.params import Likely
-from draftproof.engine.completion import Completion
-from draftproof.engine.request import DraftTree, Request, Update
+from draftproof.requests.completion import Completion
+from draftproof.requests.request import DraftTree, Request, Update
 
 
 def Progress(

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftproof.engine.rows import messages_of
 from draftproof.errors import BadInput
+from draftproof.requests.openai_format import messages_of
 
 CHATS = ("messages", "conversations", "conversation")
 QUESTIONS = ("prompt", "instruction", "question", "query", "input")

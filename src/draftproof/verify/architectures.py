@@ -18,10 +18,10 @@ from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
-from draftproof.engine.completion import first_difference
 from draftproof.engine.engine import Engine
 from draftproof.errors import DraftproofError
 from draftproof.model.target import Target, target_of
+from draftproof.requests.completion import first_difference
 from draftproof.verify.report import Section, Tick, failed, silent
 from draftproof.verify.small_models import VOCAB, architectures, prompts, tiny, variants
 

@@ -22,8 +22,8 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.budget import Budget, Fixed
 from draftproof.engine.engine import Completion, Engine
 from draftproof.engine.shape_policy import ShapePolicy
-from draftproof.engine.stats import State
 from draftproof.model.target import Target
+from draftproof.requests.stats import State
 from draftproof.tokenizer.codec import Codec
 from draftproof.verify.reference import LETTERS, TAGS, Alphabet
 

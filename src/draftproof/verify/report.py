@@ -85,9 +85,3 @@ class Report:
         ]
         body = {"passed": self.passed, "verdict": str(self), "about": self.about}
         return json.dumps({**body, "sections": sections}, indent=2, default=str)
-
-    def as_html(self) -> str:
-        """The certificate: one page to attach to a release; it asks nothing of the network."""
-        from draftproof.verify.certificate import page
-
-        return page(self)

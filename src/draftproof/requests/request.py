@@ -11,8 +11,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from draftproof.core.params import Likely, Sampling
-from draftproof.engine.completion import Completion
-from draftproof.engine.sequence import SequenceState
+from draftproof.requests.completion import Completion
+from draftproof.requests.sequence import SequenceState
 
 DraftTree = list[tuple[int, int, bool, str]]
 """The nodes of a sequence's draft: token, parent, whether it was accepted, and who drafted it; node

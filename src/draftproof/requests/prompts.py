@@ -16,7 +16,7 @@ Prompt = str | Sequence[int] | Messages | Tensor | Mapping[str, Any]
 ...}, ...]``, or a tokenizer's BatchEncoding, whose attention mask says what is padding."""
 
 
-def several(prompts: Any) -> list[Any]:
+def split_prompts(prompts: Any) -> list[Any]:
     """One prompt or many, as a list, each for `parse_prompt`. Raises BadInput for others."""
     if isinstance(prompts, str):
         return [prompts]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from draftproof.core.params import Likely, SamplingParams
-from draftproof.engine.stats import RoundStats
-from draftproof.engine.stop_strings import stop_strings
 from draftproof.errors import DraftproofError
+from draftproof.requests.stats import RoundStats
+from draftproof.requests.stop_strings import stop_strings
 from draftproof.tokenizer.codec import TextStream
 
 

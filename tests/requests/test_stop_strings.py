@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from draftproof.core.params import Sampling, SamplingParams
-from draftproof.engine.sequence import SequenceState
-from draftproof.engine.stop_strings import StopStrings
+from draftproof.requests.sequence import SequenceState
+from draftproof.requests.stop_strings import StopStrings
 
 
 @pytest.mark.parametrize("seed", range(40))

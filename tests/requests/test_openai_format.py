@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import draftproof as dp
-from draftproof.engine.foreign_options import HARMLESS, NEUTRAL, UNSUPPORTED, is_neutral
-from draftproof.engine.rows import refuse_unrecognized, understood
 from draftproof.errors import BadInput
+from draftproof.requests.foreign_options import HARMLESS, NEUTRAL, UNSUPPORTED, is_neutral
+from draftproof.requests.openai_format import parse_row, refuse_unrecognized
 
 NAMES = sorted({name for names in UNSUPPORTED.values() for name in names})
 BASE = dp.Sampling(top_k=40, max_new_tokens=9)
@@ -18,7 +18,7 @@ BASE = dp.Sampling(top_k=40, max_new_tokens=9)
 
 def sampling(**row: Any) -> dp.Sampling:
     """What a row asks for, beside a model's own defaults."""
-    return understood(json.dumps({"prompt": "Once", **row}).encode(), BASE, False).sampling
+    return parse_row(json.dumps({"prompt": "Once", **row}).encode(), BASE, False).sampling
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_system_message_beside_a_prompt() -> None:
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     for row in ({"prompt": "Hi"}, {"messages": said[1:]}):
         text = json.dumps({**row, "system": "Be brief."}).encode()
-        assert understood(text, BASE, True).prompt == said
+        assert parse_row(text, BASE, True).prompt == said
     both = json.dumps({"messages": said, "system": "Be brief."}).encode()
     with pytest.raises(BadInput, match="system"):
-        understood(both, BASE, True)
+        parse_row(both, BASE, True)

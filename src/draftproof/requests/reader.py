@@ -12,22 +12,32 @@ import torch
 
 from draftproof.core.params import (
     LogitsProcessor,
-    RuleRequest,
+    RuleContext,
     Sampling,
     SamplingParams,
     is_whole,
 )
-from draftproof.engine.prompts import Prompt, parse_prompt, several
-from draftproof.engine.request import Request
-from draftproof.engine.sequence import SequenceState
 from draftproof.errors import BadInput, ContextTooLong, first_line
 from draftproof.model.target import Target
+from draftproof.requests.prompts import Prompt, parse_prompt, split_prompts
+from draftproof.requests.request import Request
+from draftproof.requests.sequence import SequenceState
 from draftproof.tokenizer.codec import Codec, Messages
 
 log = logging.getLogger("draftproof")
 
 NEW_TOKENS = 128
 """New tokens per prompt when neither the call, the sampling nor the model says."""
+
+
+def note_copies(requests: Sequence[Request]) -> None:
+    """Say it if prompts repeat one another with one seed: one seed gives one text."""
+    drawn = [request for request in requests if request.sampling.temperature > 0]
+    texts = {(tuple(request.prompt), request.sampling.seed) for request in drawn}
+    if copies := len(drawn) - len(texts):
+        log.warning("note: %d of %d prompts repeat an earlier one with the same seed, so that "
+                    "they get the same text; give each a seed of its own, or ask for n samples",
+                    copies, len(requests))
 
 
 @dataclass(frozen=True)
@@ -46,16 +56,16 @@ class RequestReader:
         sampling: Sampling | Sequence[Sampling], n: int,
     ) -> list[Request]:  # fmt: skip
         """A request of `n` samples for each prompt, checked."""
-        several = self.several(prompts)
-        wanted = [sampling] * len(several) if isinstance(sampling, Sampling) else sampling
+        separate = self.split_prompts(prompts)
+        wanted = [sampling] * len(separate) if isinstance(sampling, Sampling) else sampling
         sound = isinstance(wanted, Sequence) and all(isinstance(want, Sampling) for want in wanted)
-        if not sound or len(wanted) != len(several):
+        if not sound or len(wanted) != len(separate):
             raise BadInput(
-                f"sampling was {sampling!r:.80} for {len(several)} prompts; give one Sampling, or "
+                f"sampling was {sampling!r:.80} for {len(separate)} prompts; give one Sampling, or "
                 "a list of as many as prompts"
             )
         requests = list[Request]()
-        for index, (prompt, want) in enumerate(zip(several, wanted, strict=True)):
+        for index, (prompt, want) in enumerate(zip(separate, wanted, strict=True)):
             tokens, source = self.begun(prompt)
             limit = self._limit(tokens, max_new_tokens, want)
             params = self.params(want, tokens, limit, source)
@@ -63,21 +73,12 @@ class RequestReader:
                                        self.codec.stream(tokens) if self.codec else None,
                                        source=source) for sample in range(n)]  # fmt: skip
             requests.append(Request(sequences, index=index))
-        self._note_copies(requests)
+        note_copies(requests)
         return requests
 
-    def _note_copies(self, requests: Sequence[Request]) -> None:
-        """Say it if prompts repeat one another with one seed: one seed gives one text."""
-        drawn = [request for request in requests if request.sampling.temperature > 0]
-        texts = {(tuple(request.prompt), request.sampling.seed) for request in drawn}
-        if copies := len(drawn) - len(texts):
-            log.warning("note: %d of %d prompts repeat an earlier one with the same seed, so that "
-                        "they get the same text; give each a seed of its own, or ask for n samples",
-                        copies, len(requests))
-
-    def several(self, prompts: Any) -> list[Any]:
+    def split_prompts(self, prompts: Any) -> list[Any]:
         """One prompt or many, as a list."""
-        return several(prompts)
+        return split_prompts(prompts)
 
     def begun(self, prompt: Prompt) -> tuple[list[int], Any]:
         """The tokens that the text begins with, and what an encoder reads, if there is one."""
@@ -143,7 +144,7 @@ class RequestReader:
             self._must_be_pure(processor)
         ends = tuple(end for end in ends if 0 <= end < self.target.vocab_size)
         encoded = prompt if source is None else source.tokens
-        request = RuleRequest(prompt, limit, ends, self.target.device, encoded)
+        request = RuleContext(prompt, limit, ends, self.target.device, encoded)
         rules = tuple((rule, rule.make(request)) for rule in sampling.logits_rules)
         words = tuple(sorted(banned))
         return SamplingParams(sampling, len(prompt), ends, words, logits_rules=rules)

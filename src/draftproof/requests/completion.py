@@ -8,8 +8,8 @@ from itertools import zip_longest
 from typing import TypedDict
 
 from draftproof.core.params import Likely, Sampling, is_whole
-from draftproof.engine.stats import RoundStats
 from draftproof.errors import BadInput, DraftproofError
+from draftproof.requests.stats import RoundStats
 
 Wanted = Sampling | Sequence[Sampling] | None
 

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from draftproof.engine.prompts import Prompt, several
-from draftproof.engine.request_reader import RequestReader
 from draftproof.errors import BadInput, first_line
 from draftproof.model.encoder_decoder import EncoderDecoder, EncoderOutput, Source
+from draftproof.requests.prompts import Prompt, split_prompts
+from draftproof.requests.reader import RequestReader
 
 OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 """What tokenizers return."""
@@ -27,11 +27,11 @@ OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 class SourceReader(RequestReader):
     """Refuses, before anything runs, what cannot be honoured exactly."""
 
-    def several(self, prompts: Any) -> list[Any]:
+    def split_prompts(self, prompts: Any) -> list[Any]:
         """One prompt or many, as a list."""
         many = [prompts] if isinstance(prompts, Mapping) else prompts
         if not isinstance(many, (list, tuple)) or not many or not all(map(_is_inputs, many)):
-            return several(prompts)
+            return split_prompts(prompts)
         return [row for prompt in many for row in _rows(prompt)]
 
     def begun(self, prompt: Prompt) -> tuple[list[int], Source]:

@@ -1,0 +1,13 @@
+"""Which tokens end a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def stop_tokens(model: Any) -> tuple[int, ...]:
+    """The end tokens that the model's generation_config names, or else its configuration."""
+    generation = getattr(model, "generation_config", None)
+    source = generation if generation is not None else model.config
+    ends = getattr(source, "eos_token_id", None)
+    return () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)

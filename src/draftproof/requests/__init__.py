@@ -1,0 +1,1 @@
+"""What is asked of an engine: prompts, sampling options, requests and their completions."""
