@@ -51,13 +51,19 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         "original_max_position_embeddings": 16}}),
+    "qwen35": ("qwen3_5_text", {
+        "num_hidden_layers": 4, "head_dim": 16, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_interleaved": True,
+                            "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}),
     "mistral3-plain": ("mistral", {"head_dim": 32, "sliding_window": None}),
     "qwen3moe": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
                                "moe_intermediate_size": 32, "norm_topk_prob": True}),
 }  # fmt: skip
 """Those whose files are mapped here, and run by transformers (the plain one by our forward)."""
 ARCHITECTURES = {"gemma3_text": "gemma3", "ministral3": "mistral3", "mistral": "mistral3",
-                 "qwen3_moe": "qwen3moe"}
+                 "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35"}
 PAIRED = {"llama", "granite", "smollm3", "mistral3"}
 
 
@@ -98,7 +104,8 @@ def save(model: Any, path: Path, types: str | None = None, parts: int = 0,
         if "experts" in key:
             tensors |= experts_of(key, weight.float())
             continue
-        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        known = key.replace(".dt_bias", ".dt_proj.bias")
+        name = names.get_name(known, try_suffixes=(".weight", ".bias"))
         tensors[name] = stored(architecture, config, key, weight.float()).numpy()
     keys = settings(architecture, config, tensors)
     matrices = {name: types for name, tensor in tensors.items() if tensor.ndim > 1 and types}
@@ -113,9 +120,33 @@ def stored(architecture: str, config: Any, key: str, weight: torch.Tensor) -> to
         shape = weight.shape
         weight = weight.reshape(heads, 2, shape[0] // heads // 2, *shape[1:])
         weight = weight.swapaxes(1, 2).reshape(shape)
-    if architecture == "gemma3" and key.endswith("norm.weight"):
+    norm = key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight")
+    if architecture in ("gemma3", "qwen35") and norm:
         weight = weight + 1
+    if "linear_attn." in key:
+        weight = of_linear_attention(config, key, weight)
     return weight.contiguous()
+
+
+def of_linear_attention(config: Any, key: str, weight: torch.Tensor) -> torch.Tensor:
+    """As `_LinearAttentionVReorderBase` of llama.cpp writes it: the value heads of a key head,
+    which are neighbours in a checkpoint, apart by as many heads as there are keys."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    width, first = config.linear_value_head_dim, 2 * keys * config.linear_key_head_dim
+    heads = [key_head * (values // keys) + place
+             for place in range(values // keys) for key_head in range(keys)]
+    numbers = [head * width + number for head in heads for number in range(width)]
+    if key.endswith("A_log"):
+        return -weight.exp()[heads]
+    if key.endswith(("dt_bias", "in_proj_a.weight", "in_proj_b.weight")):
+        return weight[heads]
+    if key.endswith("in_proj_z.weight"):
+        return weight[numbers]
+    if key.endswith("out_proj.weight"):
+        return weight[:, numbers]
+    if key.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        return torch.cat([weight[:first], weight[first:][numbers]]).squeeze()
+    return weight
 
 
 def experts_of(key: str, weight: torch.Tensor) -> dict[str, np.ndarray]:
@@ -171,6 +202,13 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
         keys |= {".expert_count": config.num_experts,
                  ".expert_used_count": config.num_experts_per_tok,
                  ".expert_feed_forward_length": config.moe_intermediate_size}  # fmt: skip
+    if architecture == "qwen35":
+        keys |= {".ssm.conv_kernel": config.linear_conv_kernel_dim,
+                 ".ssm.state_size": config.linear_key_head_dim,
+                 ".ssm.group_count": config.linear_num_key_heads,
+                 ".ssm.time_step_rank": config.linear_num_value_heads,
+                 ".ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+                 ".rope.dimension_sections": [*rope["mrope_section"], 0]}  # fmt: skip
     if local is not None:
         keys[".rope.freq_base_swa"] = float(local["rope_theta"])
     for role, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):

@@ -8,7 +8,7 @@ norms with the one added that the model adds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftproof.errors import ModelNotFound, UnsupportedModel
 from draftproof.gguf.blocks import dequantize
-from draftproof.gguf.families import FAMILIES, Family
+from draftproof.gguf.families import FAMILIES, PARAMETERS, UNSHIFTED, Family
 from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.tokenizer import end_tokens
 
@@ -32,12 +32,15 @@ class Stored(NamedTuple):
         shift: What the file added to every number.
         joined: A tensor whose outputs follow those of the first, where the checkpoint has both as
             one; empty for none.
+        restored: Gives the checkpoint's numbers for those of the file, where that is more than an
+            order of rows.
     """
 
     name: str
     heads: int = 0
     shift: float = 0.0
     joined: str = ""
+    restored: Callable[[Tensor], Tensor] | None = None
 
 
 class Model(NamedTuple):
@@ -151,15 +154,20 @@ def _tensors(
         yield "lm_head.weight", Stored("output.weight")
     heads = {"self_attn.q_proj": config["num_attention_heads"],
              "self_attn.k_proj": config["num_key_value_heads"]}  # fmt: skip
+    restorers = {} if family.restorers is None else family.restorers(config)
     for layer in range(config["num_hidden_layers"]):
-        for module, block in family.layer.items():
+        modules = family.layer if family.layer_of is None else family.layer_of(file, layer)
+        for module, block in modules.items():
             place, prefix = f"model.layers.{layer}.{module}", f"blk.{layer}."
-            if "experts" in module:
+            restored = restorers.get(module)
+            if module.startswith(PARAMETERS):
                 first, _, second = block.partition("+")
-                names = [f"{prefix}{part}.weight" for part in (first, second) if part]
+                names = [prefix + name for name in (first, second) if name]
                 for name in names:
                     _tensor(file, name)
-                yield place, Stored(names[0], joined=names[1] if second else "")
+                yield place, Stored(
+                    names[0], joined=names[1] if second else "", restored=restored
+                )
                 continue
             for kind in ("weight", "bias"):
                 name = f"{prefix}{block}.{kind}"
@@ -167,10 +175,10 @@ def _tensors(
                     _tensor(file, name)
                 elif name not in file.tensors:
                     continue
-                is_norm = module.endswith("norm") and kind == "weight"
+                is_shifted = module.endswith("norm") and module not in UNSHIFTED
                 yield f"{place}.{kind}", Stored(
                     name, heads.get(module, 0) if family.permuted else 0,
-                    family.shift if is_norm else 0.0,
+                    family.shift if is_shifted and kind == "weight" else 0.0, restored=restored,
                 )  # fmt: skip
 
 

@@ -10,10 +10,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from draftproof.gguf.file import GGUFFile
 
 GELU = "gelu_pytorch_tanh"
+
+
+PARAMETERS = ("mlp.experts.", "linear_attn.A_log", "linear_attn.dt_bias")
+"""How names of modules begin that are parameters of their own, without `.weight`."""
+UNSHIFTED = ("linear_attn.norm",)
+"""Norms to which nothing is added in any architecture."""
 
 
 class Family(NamedTuple):
@@ -22,11 +30,13 @@ class Family(NamedTuple):
     Attributes:
         architecture: The class.
         model_type: Of its configuration.
-        layer: Modules of a layer, and the tensors of a block. Names with "experts" are those of
-            parameters; two tensors with "+" between them are one parameter.
+        layer: Modules of a layer, and the tensors of a block. Of `PARAMETERS` tensors are named in
+            full; two with "+" between them are one parameter.
         permuted: Whether rows of queries and keys are stored in the order of pairs.
         shift: What was added to the weights of norms.
         more: Further settings.
+        layer_of: The modules of one layer, where layers differ.
+        restorers: What gives the checkpoint's numbers for those of the file, by module.
     """
 
     architecture: str
@@ -35,6 +45,8 @@ class Family(NamedTuple):
     permuted: bool = False
     shift: float = 0.0
     more: Callable[[GGUFFile, dict[str, Any]], None] | None = None
+    layer_of: Callable[[GGUFFile, int], dict[str, str]] | None = None
+    restorers: Callable[[dict[str, Any]], dict[str, Callable[[Tensor], Tensor]]] | None = None
 
 
 def _phi3(file: GGUFFile, config: dict[str, Any]) -> None:
@@ -109,6 +121,55 @@ def _qwen3_moe(file: GGUFFile, config: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
+def _qwen35(file: GGUFFile, config: dict[str, Any]) -> None:
+    """Qwen 3.5: three of four layers have a recurrent state instead of keys and values."""
+    metadata, count = file.metadata, config["num_hidden_layers"]
+    heads = metadata.integer("qwen35.ssm.time_step_rank")
+    linear = [f"blk.{layer}.ssm_a" in file.tensors for layer in range(count)]
+    sections = metadata.numbers("qwen35.rope.dimension_sections", [11, 11, 10, 0])
+    config |= {
+        "layer_types": ["linear_attention" if has_state else "full_attention"
+                        for has_state in linear],
+        "linear_conv_kernel_dim": metadata.integer("qwen35.ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.integer("qwen35.ssm.state_size"),
+        "linear_num_key_heads": metadata.integer("qwen35.ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": metadata.integer("qwen35.ssm.inner_size") // max(heads, 1),
+    }  # fmt: skip
+    # all three positions of a token of text are alike, so that sections change nothing
+    config["rope_parameters"] |= {"mrope_section": [int(size) for size in sections[:3]],
+                                  "mrope_interleaved": True}
+
+
+def _qwen35_layer(file: GGUFFile, layer: int) -> dict[str, str]:
+    return _QWEN35_LINEAR if f"blk.{layer}.ssm_a" in file.tensors else _QWEN35_FULL
+
+
+def _qwen35_restorers(config: dict[str, Any]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Files have the value heads of one key head apart, which checkpoints have together."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = config["linear_value_head_dim"]
+    before = 2 * keys * config["linear_key_head_dim"]   # queries and keys
+
+    def grouped(tensor: Tensor, size: int, axis: int = 0) -> Tensor:
+        apart = tensor.unflatten(axis, (values // keys, keys, size))
+        return apart.transpose(axis, axis + 1).flatten(axis, axis + 2)
+
+    def after(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor[:before], grouped(tensor[before:], width)])
+
+    return {
+        "linear_attn.in_proj_qkv": after,
+        "linear_attn.conv1d": lambda tensor: after(tensor)[:, None],
+        "linear_attn.in_proj_z": lambda tensor: grouped(tensor, width),
+        "linear_attn.in_proj_a": lambda tensor: grouped(tensor, 1),
+        "linear_attn.in_proj_b": lambda tensor: grouped(tensor, 1),
+        "linear_attn.out_proj": lambda tensor: grouped(tensor, width, 1),
+        "linear_attn.dt_bias": lambda tensor: grouped(tensor, 1),
+        "linear_attn.A_log": lambda tensor: grouped(tensor, 1).neg().log(),
+    }
+
+
 _QKV = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
 _MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
 _REST = {
@@ -117,10 +178,23 @@ _REST = {
 }  # fmt: skip
 _DENSE = {**_QKV, **_MLP, **_REST}
 _EXPERTS = {
-    "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_up_proj": "ffn_gate_exps+ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_up_proj": "ffn_gate_exps.weight+ffn_up_exps.weight",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
 }  # fmt: skip
 _HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_QWEN35 = {
+    **_MLP, "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+}  # fmt: skip
+_QWEN35_FULL = {**_QWEN35, **_QKV, **_HEAD_NORMS, "self_attn.o_proj": "attn_output"}
+_QWEN35_LINEAR = {
+    **_QWEN35, "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}  # fmt: skip
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", _DENSE, permuted=True),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", _DENSE),
@@ -139,6 +213,8 @@ FAMILIES = {
         **_QKV, **_HEAD_NORMS, **_EXPERTS, "input_layernorm": "attn_norm",
         "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
     }, more=_qwen3_moe),
+    "qwen35": Family("Qwen3_5ForCausalLM", "qwen3_5_text", _QWEN35_FULL, shift=1.0, more=_qwen35,
+                     layer_of=_qwen35_layer, restorers=_qwen35_restorers),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", {
         **_DENSE, **_HEAD_NORMS, "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",

@@ -35,6 +35,8 @@ def numbers_of(file: GGUFFile, stored: Stored, dtype: torch.dtype = torch.float3
     if stored.joined:                                   # outputs are the last but one axis
         second = dequantize(file.tensors[stored.joined], dtype)
         return torch.cat([dequantize(tensor, dtype), second], -2)
+    if stored.restored is not None:
+        return stored.restored(dequantize(tensor)).to(dtype)
     if len(tensor.shape) > 1 and not stored.shift:
         return dequantize(blocks_of(file, stored), dtype)
     numbers = dequantize(tensor)
