@@ -152,8 +152,9 @@ def _qwen35_restorers(config: dict[str, Any]) -> dict[str, Callable[[Tensor], Te
     before = 2 * keys * config["linear_key_head_dim"]   # queries and keys
 
     def grouped(tensor: Tensor, size: int, axis: int = 0) -> Tensor:
-        apart = tensor.unflatten(axis, (values // keys, keys, size))
-        return apart.transpose(axis, axis + 1).flatten(axis, axis + 2)
+        shape = tensor.shape
+        apart = tensor.reshape(*shape[:axis], values // keys, keys, size, *shape[axis + 1 :])
+        return apart.transpose(axis, axis + 1).reshape(shape)
 
     def after(tensor: Tensor) -> Tensor:
         return torch.cat([tensor[:before], grouped(tensor[before:], width)])
