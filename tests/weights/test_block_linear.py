@@ -101,3 +101,16 @@ def test_matrices_of_different_inputs_are_refused() -> None:
     with pytest.raises(BadInput, match="do not read the same inputs"):
         BlockLinear.from_blocks([random_blocks("Q4_K", 8, 256), random_blocks("Q4_K", 8, 512)],
                                 None)
+
+
+@pytest.mark.skipif(kernels() is None, reason="blocks are packed for kernels")
+def test_a_matrix_is_packed_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is packed is let go of before the rest is read, and the result is the same."""
+    library, tensor = kernels(), random_blocks("Q6_K", 150, 512)
+    assert library is not None
+    whole = block_linear.pack_blocks(tensor, library)
+    parts = list[torch.Tensor]()
+    monkeypatch.setattr(block_linear, "PACKED", 1)
+    assert torch.equal(block_linear.pack_blocks(tensor, library, parts.append), whole)
+    assert [len(part) for part in parts] == [32, 32, 32, 32, 22]
+    assert torch.equal(torch.cat(parts), tensor.data)

@@ -67,7 +67,7 @@ class GGUFSource:
         joined = torch.cat(biases).to(self.dtype) if biases else None
         layer: JointLinear
         if self.kind == BLOCKS:
-            layer = BlockLinear.from_blocks(parts, joined)
+            layer = BlockLinear.from_blocks(parts, joined, release)
         else:
             weights = [dequantize(part, self.dtype) for part in parts]
             layer = pack(names, weights, joined, self.kind)

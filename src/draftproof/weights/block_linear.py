@@ -10,7 +10,7 @@ A token's outputs have the same bits whatever is read with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ from draftproof.weights.quantized_linear import QuantizedLinear
 
 CHUNK = 1 << 22
 """Weights that torch dequantises at a time."""
+PACKED = 1 << 25
+"""Bytes of a matrix that are packed at a time."""
 BFLOAT16 = "BF16"
 """The format of parts that are stored as bfloat16."""
 
@@ -76,7 +78,10 @@ class BlockLinear(QuantizedLinear):
             self.connect()
 
     @classmethod
-    def from_blocks(cls, parts: Sequence[BlockTensor], bias: Tensor | None) -> BlockLinear:
+    def from_blocks(
+        cls, parts: Sequence[BlockTensor], bias: Tensor | None,
+        packed: Callable[[Tensor], object] | None = None,
+    ) -> BlockLinear:  # fmt: skip
         """Layers from tensors of a GGUF file, whose values do not change.
 
         Numbers in half or single precision are rounded to bfloat16. So are the values of rare
@@ -85,6 +90,7 @@ class BlockLinear(QuantizedLinear):
         Args:
             parts: Matrices [outputs, inputs] that read the same inputs.
             bias: [sum of outputs], or None.
+            packed: As in `pack_blocks`.
 
         Raises:
             BadInput: The matrices do not read the same inputs.
@@ -94,7 +100,8 @@ class BlockLinear(QuantizedLinear):
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise BadInput(f"matrices of {shapes} do not read the same inputs; give them apart")
         library = kernels()
-        return cls([_part(part, library) for part in parts], inputs, bias, library is not None)
+        return cls([_part(part, library, packed) for part in parts], inputs, bias,
+                   library is not None)
 
     def connect(self) -> None:
         natives, biases = list[Native](), list[Tensor | None]()
@@ -207,7 +214,9 @@ class BlockTable:
         return dequantize(few, self.dtype).view(*tokens.shape, self.shape[1])
 
 
-def _part(tensor: BlockTensor, library: Kernels | None) -> Part:
+def _part(
+    tensor: BlockTensor, library: Kernels | None, packed: Callable[[Tensor], object] | None
+) -> Part:
     """A matrix as our kernels read it, or without them as it is."""
     outputs = tensor.shape[0]
     if tensor.type not in FORMATS:
@@ -215,21 +224,31 @@ def _part(tensor: BlockTensor, library: Kernels | None) -> Part:
         return Part(BFLOAT16, outputs, weight if library is None else interleaved(weight, 2))
     if library is None:
         return Part(tensor.type, outputs, tensor.data)
-    return Part(tensor.type, outputs, pack_blocks(tensor, library))
+    return Part(tensor.type, outputs, pack_blocks(tensor, library, packed))
 
 
-def pack_blocks(tensor: BlockTensor, library: Kernels) -> Tensor:
+def pack_blocks(
+    tensor: BlockTensor, library: Kernels, packed: Callable[[Tensor], object] | None = None
+) -> Tensor:
     """Blocks as our kernels read them: uint8 [strips, blocks, bytes].
 
     Args:
         tensor: A matrix of one of `FORMATS`.
         library: The kernels.
+        packed: Called with rows that are not needed any more, so that a large matrix is never
+            held twice.
     """
     size, outputs = BLOCK_SIZES[tensor.type], len(tensor.data)
     blocks = tensor.data.shape[1] // size.nbytes
-    shape = (-(-outputs // STRIP), blocks, STRIP * size.nbytes)
-    records = enlarge(torch.empty(shape, dtype=torch.uint8))
-    library("pack", FORMATS.index(tensor.type) + 1, tensor.data, outputs, blocks, records)
+    strips = -(-outputs // STRIP)
+    records = enlarge(torch.empty(strips, blocks, STRIP * size.nbytes, dtype=torch.uint8))
+    step = max(1, PACKED // max(1, STRIP * tensor.data.shape[1]))
+    for first in range(0, strips, step):
+        rows = tensor.data[first * STRIP : (first + step) * STRIP]
+        to = records[first : first + step]
+        library("pack", FORMATS.index(tensor.type) + 1, rows, len(rows), blocks, to)
+        if packed is not None:
+            packed(rows)
     return records
 
 
