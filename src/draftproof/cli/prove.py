@@ -15,6 +15,7 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.setup import engine_of, lost, must_decode_alone, must_have_folders
 from draftproof.engine.config import EngineConfig
+from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Engine
@@ -43,6 +44,9 @@ def prove(
     mutant: Annotated[
         list[str] | None, _option("WORD", "Plant only bugs with this in their names; repeatable.")
     ] = None,
+    fuzz: Annotated[float | None, _option(
+        "MINUTES", "Run random requests on random models instead, for so long; 0 is one round.",
+    )] = None,
     seed: Annotated[int, _option("S", "Seed of the random numbers.")] = 0,
     json_: Annotated[Path | None, _option("FILE", "Save the report as JSON.", "--json")] = None,
     html: Annotated[Path | None, _option("FILE", "Save the certificate, one page.")] = None,
@@ -55,7 +59,11 @@ def prove(
         engine["assistant_model"] = "demo-draft"
     setup = EngineConfig(model, **engine)
     names = [part.value for part in section or (QUICK if quick else Part)]
-    report = _run(setup, quick, names, seed, mutant or [])
+    if fuzz is not None:
+        if section or quick or mutant or fuzz < 0:
+            raise BadInput("--fuzz takes minutes, 0 or more, and no --section, --quick or --mutant")
+        names = ["fuzz"]
+    report = _run(setup, quick, names, seed, mutant or [], fuzz or 0.0)
     if json_ is not None:
         json_.write_text(report.as_json(), encoding="utf-8")
     if html is not None:
@@ -67,10 +75,12 @@ def prove(
 
 
 def _run(
-    setup: EngineConfig, quick: bool, names: list[str], seed: int, mutants: list[str]
-) -> Report:
+    setup: EngineConfig, quick: bool, names: list[str], seed: int, mutants: list[str],
+    minutes: float,
+) -> Report:  # fmt: skip
     """Run the sections with a progress bar on stderr; print each verdict, then one over all."""
     from draftproof.model.device import versions
+    from draftproof.verify.fuzz import prove_fuzz
     from draftproof.verify.prove import prove as prove_sections
     from draftproof.verify.report import Report
 
@@ -83,12 +93,14 @@ def _run(
         about.update(_described(setup, loaded))
         return loaded
 
+    options = {"dtype": setup.dtype, "quantize": setup.quantize, "device": setup.device}
+    fuzz = partial(prove_fuzz, str(setup.model), minutes, seed=seed, **options)
     out, styles = show.page(), ("bold green", "bold red")
     columns = TextColumn("{task.fields[section]:13}"), BarColumn(30), TimeElapsedColumn()
     with show.bars(*columns, TextColumn("{task.description}")) as bars:
         tick = partial(_bar, bars)
         for section in prove_sections(
-            engine, names, quick=quick, seed=seed, progress=tick, mutants=mutants
+            engine, names, quick=quick, seed=seed, progress=tick, mutants=mutants, fuzz=fuzz
         ):
             done.append(section)
             for task in bars.task_ids:

@@ -20,11 +20,13 @@ from draftproof.verify.sampling import prove_sampling
 def prove(
     engine: Callable[[], Engine], sections: Sequence[str], *, quick: bool = False, seed: int = 0,
     progress: Callable[[str], Tick], mutants: Sequence[str] = (),
+    fuzz: Callable[[Tick], Section] | None = None,
 ) -> Iterator[Section]:  # fmt: skip
     """Run `sections` in turn and yield each as it is done; one that breaks has failed.
 
     engine: loads the model at hand; called only if a section needs it. progress: the `Tick` of each
     section, by name. mutants: words in the names of those to run, none for all.
+    fuzz: runs the section of this name.
     Raises BadInput for an engine that is lossy.
     """
     runs: dict[str, Callable[[Tick], Section]] = {
@@ -34,6 +36,7 @@ def prove(
         "configurations": lambda tick: prove_configurations(quick, tick, seed=seed),
         "architectures": lambda tick: prove_architectures(quick, tick),
         "mutants": lambda tick: prove_mutants(tick, words=mutants),
+        **({"fuzz": fuzz} if fuzz is not None else {}),
     }
     for name in dict.fromkeys(sections):
         start, tick = time.perf_counter(), progress(name)

@@ -23,6 +23,8 @@ QUESTIONS = {
                      "of each kind write with drafts and without.",
     "mutants": "Would a mistake be noticed? Bugs are planted one at a time in a copy of the "
                "source, and this proof or a test must fail for each.",
+    "fuzz": "Is that so for requests of any kind? Random prompts, options, batches, cancelled runs "
+            "and threads are run on random models, and each text is compared.",
 }
 """What each section asks, in plain words."""
 SCOPE = (
