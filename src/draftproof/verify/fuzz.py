@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from draftproof.core.params import Sampling
-from draftproof.engine.completion import Completion
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
+from draftproof.requests.completion import Completion
 from draftproof.verify.report import Section, Tick, silent
 
 FREE: dict[str, dict[str, Any]] = {
