@@ -11,8 +11,9 @@ import pytest
 from asking import KEY, PROMPTS, alone
 
 playwright: Any = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Debian's chromium is not installed")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="neither chromium nor Chrome is installed")
 
 
 def until(page: Any, wanted: str) -> None:

@@ -95,6 +95,16 @@ def test_chats_stream_roles_text_and_usage(
     assert sum(len(one.logprobs.content or []) for one in choices if one.logprobs) == 9
 
 
+def test_usage_is_told_with_every_chunk_if_that_is_asked_for(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    news: list[Any] = list(client.completions.create(
+        model="demo", prompt=PROMPTS[:2], max_tokens=6, temperature=0, stream=True,
+        stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in news]
+    assert counts == sorted(counts) and counts[-1] == counts[-2] == 12
+    assert all(chunk.usage.prompt_tokens == news[-1].usage.prompt_tokens for chunk in news)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_likeliest_tokens_are_the_same_with_and_without_drafts(
     server: Any, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, chat: bool

@@ -103,11 +103,10 @@ class Decoder:
         step of its own."""
         evenly = self.chunks if prefill.apart and self.batch.running else None
         with self.clock.prefill:
-            if not prefill.finished:
-                prefill.read(evenly.tokens if evenly is not None else None)
-                joins = prefill.finished and evenly is None
-            else:
-                joins = True
+            joins = prefill.finished
+            if not joins:
+                joins = prefill.read(evenly.tokens if evenly is not None else None)
+                joins = joins and evenly is None
             if joins:
                 self._start(prefill.groups, prefill.join(len(self.batch.running)))
         if evenly is not None and not prefill.finished:

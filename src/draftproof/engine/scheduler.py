@@ -206,10 +206,11 @@ class Scheduler:
         return True
 
     def _read_prompts(self, joining: list[Request]) -> None:
-        """Read the next chunk of a long prompt, and the short prompts of who joins; or run a round,
-        too."""
+        """Read the next chunk of a long prompt, and the short prompts of who joins; where texts go
+        on meanwhile, run a round, too."""
         decoder = self.decoder
         assert decoder is not None
+        goes_on = bool(decoder.batch.running) or not joining
         if len(joining) == 1 and decoder.prompts.is_long(
             joining[0].prompt, joining[0].owner
         ):
@@ -224,7 +225,7 @@ class Scheduler:
                 pass
             for request in joining:
                 request.status = Status.RUNNING
-        elif self.interleave and decoder.batch.running:
+        if self.interleave and goes_on and decoder.batch.running:
             decoder.step()
 
     def _count_seconds(self) -> None:

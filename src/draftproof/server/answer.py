@@ -45,11 +45,16 @@ class Answer(BaseAnswer):
 
     async def events(self, request: fastapi.Request) -> AsyncIterator[str]:
         """A chunk for each round that brought something."""
-        options = self.body.stream_options
+        options, prompt, new = self.body.stream_options, self.usage().prompt, 0
+        each = options is not None and options.include_usage and options.continuous_usage_stats
+        drawn = "draftproof" in self.body.model_fields_set
         try:
             async for piece in self.pieces(request):
-                drawn = "draftproof" in self.body.model_fields_set
                 more = {"draftproof": self._drafts(piece.update)} if drawn else {}
+                new += len(piece.update.tokens)
+                if each:
+                    more["usage"] = {"prompt_tokens": prompt, "completion_tokens": new,
+                                     "total_tokens": prompt + new}
                 yield event(self._body([self._choice(piece)], **more))
             if options and options.include_usage:
                 yield event(self._body([], usage=self._usage()))

@@ -35,13 +35,14 @@ class ResponseFormat(Body):
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk tells what was read and written. The others change no answer."""
+    """include_usage: a last chunk tells what was read and written; with continuous_usage_stats
+    every chunk does. include_obfuscation changes no answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Own(BaseModel):
