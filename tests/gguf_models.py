@@ -45,6 +45,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                "query_pre_attn_scalar": 32}),
 }  # fmt: skip
 """Models by name: their type in transformers and settings beyond `SIZES`."""
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 12, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+}  # fmt: skip
 BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"head_dim": 16}),
     "mistral3": ("ministral3", {"head_dim": 16, "rope_parameters": {
@@ -57,13 +62,20 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_interleaved": True,
                             "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}),
+    "deepseek2": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1,
+                                  "routed_scaling_factor": 1.5, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.5,
+        "mscale_all_dim": 0.5, "original_max_position_embeddings": 32}}),
+    "deepseek3": ("deepseek_v3", {**LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1,
+                                  "routed_scaling_factor": 2.5, "norm_topk_prob": True}),
     "mistral3-plain": ("mistral", {"head_dim": 32, "sliding_window": None}),
     "qwen3moe": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
                                "moe_intermediate_size": 32, "norm_topk_prob": True}),
 }  # fmt: skip
 """Those whose files are mapped here, and run by transformers (the plain one by our forward)."""
 ARCHITECTURES = {"gemma3_text": "gemma3", "ministral3": "mistral3", "mistral": "mistral3",
-                 "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35"}
+                 "qwen3_moe": "qwen3moe", "qwen3_5_text": "qwen35",
+                 "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2"}
 PAIRED = {"llama", "granite", "smollm3", "mistral3"}
 
 
@@ -101,10 +113,13 @@ def save(model: Any, path: Path, types: str | None = None, parts: int = 0,
     for key, weight in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if "experts" in key:
+        if "kv_b_proj" in key:
+            tensors |= latent_of(config, key, weight.float())
+            continue
+        if "mlp.experts" in key:
             tensors |= experts_of(key, weight.float())
             continue
-        known = key.replace(".dt_bias", ".dt_proj.bias")
+        known = key.replace(".dt_bias", ".dt_proj.bias").replace("_correction_b", "_correction.b")
         name = names.get_name(known, try_suffixes=(".weight", ".bias"))
         tensors[name] = stored(architecture, config, key, weight.float()).numpy()
     keys = settings(architecture, config, tensors)
@@ -126,6 +141,14 @@ def stored(architecture: str, config: Any, key: str, weight: torch.Tensor) -> to
     if "linear_attn." in key:
         weight = of_linear_attention(config, key, weight)
     return weight.contiguous()
+
+
+def latent_of(config: Any, key: str, weight: torch.Tensor) -> dict[str, np.ndarray]:
+    """What makes keys, transposed, and values of latent states, head by head."""
+    layer, width = key.split(".")[2], config.qk_nope_head_dim
+    heads = weight.view(config.num_attention_heads, -1, config.kv_lora_rank)
+    return {f"blk.{layer}.attn_k_b.weight": heads[:, :width].transpose(1, 2).contiguous().numpy(),
+            f"blk.{layer}.attn_v_b.weight": heads[:, width:].contiguous().numpy()}
 
 
 def of_linear_attention(config: Any, key: str, weight: torch.Tensor) -> torch.Tensor:
@@ -202,6 +225,26 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
         keys |= {".expert_count": config.num_experts,
                  ".expert_used_count": config.num_experts_per_tok,
                  ".expert_feed_forward_length": config.moe_intermediate_size}  # fmt: skip
+    if architecture == "deepseek2":
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        keys |= {".attention.head_count_kv": 1, ".attention.kv_lora_rank": config.kv_lora_rank,
+                 ".attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+                 ".attention.key_length_mla": width, ".rope.dimension_count": 8,
+                 ".attention.value_length_mla": config.v_head_dim,
+                 ".expert_count": config.n_routed_experts,
+                 ".expert_shared_count": config.n_shared_experts,
+                 ".expert_used_count": config.num_experts_per_tok,
+                 ".expert_feed_forward_length": config.moe_intermediate_size,
+                 ".leading_dense_block_count": config.first_k_dense_replace,
+                 ".expert_weights_scale": config.routed_scaling_factor,
+                 ".expert_weights_norm": bool(config.norm_topk_prob)}  # fmt: skip
+        if config.n_group > 1:
+            keys |= {".expert_group_count": config.n_group,
+                     ".expert_group_used_count": config.topk_group}
+        if config.q_lora_rank:
+            keys[".attention.q_lora_rank"] = config.q_lora_rank
+        if rope["rope_type"] == "yarn":
+            keys[".rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
     if architecture == "qwen35":
         keys |= {".ssm.conv_kernel": config.linear_conv_kernel_dim,
                  ".ssm.state_size": config.linear_key_head_dim,

@@ -32,15 +32,15 @@ class Stored(NamedTuple):
         shift: What the file added to every number.
         joined: A tensor whose outputs follow those of the first, where the checkpoint has both as
             one; empty for none.
-        restored: Gives the checkpoint's numbers for those of the file, where that is more than an
-            order of rows.
+        restored: Gives the checkpoint's numbers for those of the file, of both tensors if there are
+            two, where that is more than an order of rows.
     """
 
     name: str
     heads: int = 0
     shift: float = 0.0
     joined: str = ""
-    restored: Callable[[Tensor], Tensor] | None = None
+    restored: Callable[..., Tensor] | None = None
 
 
 class Model(NamedTuple):
@@ -70,7 +70,8 @@ def model_of(file: GGUFFile) -> Model | None:
     _check_kind(file)
     family = FAMILIES.get(file.architecture)
     experts = file.metadata.get(f"{file.architecture}.expert_count")
-    if family is None or bool(experts) != any("experts" in name for name in family.layer):
+    if family is None or (family.layer_of is None and bool(experts) != any(
+        "experts" in name for name in family.layer)):
         return None
     config = _common(file, family)
     if family.more is not None:
@@ -169,6 +170,8 @@ def _tensors(
                     names[0], joined=names[1] if second else "", restored=restored
                 )
                 continue
+            block, _, second = block.partition("+")
+            joined = f"{prefix}{second}.weight" if second else ""
             for kind in ("weight", "bias"):
                 name = f"{prefix}{block}.{kind}"
                 if kind == "weight":
@@ -178,7 +181,7 @@ def _tensors(
                 is_shifted = module.endswith("norm") and module not in UNSHIFTED
                 yield f"{place}.{kind}", Stored(
                     name, heads.get(module, 0) if family.permuted else 0,
-                    family.shift if is_shifted and kind == "weight" else 0.0, restored=restored,
+                    family.shift if is_shifted and kind == "weight" else 0.0, joined, restored,
                 )  # fmt: skip
 
 

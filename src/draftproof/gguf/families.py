@@ -18,7 +18,7 @@ from draftproof.gguf.file import GGUFFile
 GELU = "gelu_pytorch_tanh"
 
 
-PARAMETERS = ("mlp.experts.", "linear_attn.A_log", "linear_attn.dt_bias")
+PARAMETERS = ("mlp.experts.", "mlp.gate.e_score", "linear_attn.A_log", "linear_attn.dt_bias")
 """How names of modules begin that are parameters of their own, without `.weight`."""
 UNSHIFTED = ("linear_attn.norm",)
 """Norms to which nothing is added in any architecture."""
@@ -46,7 +46,7 @@ class Family(NamedTuple):
     shift: float = 0.0
     more: Callable[[GGUFFile, dict[str, Any]], None] | None = None
     layer_of: Callable[[GGUFFile, int], dict[str, str]] | None = None
-    restorers: Callable[[dict[str, Any]], dict[str, Callable[[Tensor], Tensor]]] | None = None
+    restorers: Callable[[dict[str, Any]], dict[str, Callable[..., Tensor]]] | None = None
 
 
 def _phi3(file: GGUFFile, config: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def _qwen35_layer(file: GGUFFile, layer: int) -> dict[str, str]:
     return _QWEN35_LINEAR if f"blk.{layer}.ssm_a" in file.tensors else _QWEN35_FULL
 
 
-def _qwen35_restorers(config: dict[str, Any]) -> dict[str, Callable[[Tensor], Tensor]]:
+def _qwen35_restorers(config: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
     """Files have the value heads of one key head apart, which checkpoints have together."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     width = config["linear_value_head_dim"]
@@ -171,6 +171,63 @@ def _qwen35_restorers(config: dict[str, Any]) -> dict[str, Callable[[Tensor], Te
     }
 
 
+def _deepseek2(file: GGUFFile, config: dict[str, Any]) -> None:
+    """DeepSeek V2, or V3 where experts have a bias for being chosen."""
+    metadata, rope = file.metadata, config["rope_parameters"]
+
+    def integer(key: str, default: int | None = None) -> int:
+        return metadata.integer(f"deepseek2.{key}", default)
+
+    layers = range(config["num_hidden_layers"])
+    is_v3 = any(f"blk.{layer}.exp_probs_b.bias" in file.tensors for layer in layers)
+    rotated, groups = integer("rope.dimension_count"), integer("expert_group_count", 0)
+    rank = integer("attention.q_lora_rank", 0)
+    if rope["rope_type"] == "yarn" and "deepseek2.rope.scaling.yarn_log_multiplier" in metadata:
+        scale = 10 * metadata.number("deepseek2.rope.scaling.yarn_log_multiplier")
+        rope |= {"mscale": float(str(np.float32(scale))),
+                 "mscale_all_dim": float(str(np.float32(scale)))}
+    rope.pop("partial_rotary_factor", None)
+    del config["head_dim"]
+    if is_v3:
+        config |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    else:
+        config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
+    config |= {
+        "num_key_value_heads": config["num_attention_heads"], "q_lora_rank": rank or None,
+        "kv_lora_rank": integer("attention.kv_lora_rank"), "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": integer("attention.key_length_mla") - rotated,
+        "v_head_dim": integer("attention.value_length_mla"),
+        "n_routed_experts": integer("expert_count"),
+        "n_shared_experts": integer("expert_shared_count"),
+        "num_experts_per_tok": integer("expert_used_count"),
+        "moe_intermediate_size": integer("expert_feed_forward_length"),
+        "first_k_dense_replace": integer("leading_dense_block_count"),
+        "n_group": groups or 1, "topk_group": integer("expert_group_used_count", 1),
+        "norm_topk_prob": bool(metadata.get("deepseek2.expert_weights_norm", False)),
+        "routed_scaling_factor": float(str(np.float32(
+            metadata.number("deepseek2.expert_weights_scale", 1.0)))),
+    }  # fmt: skip
+
+
+def _deepseek2_layer(file: GGUFFile, layer: int) -> dict[str, str]:
+    prefix = f"blk.{layer}."
+    queries = _LOW_RANK_QUERIES if f"{prefix}attn_q_a.weight" in file.tensors else {
+        "self_attn.q_proj": "attn_q"}
+    mlp = _SHARED_EXPERTS if f"{prefix}ffn_gate_inp.weight" in file.tensors else {
+        **_MLP, "mlp.down_proj": "ffn_down"}
+    bias = {"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"}
+    return {**_LATENT, **queries, **mlp,
+            **(bias if f"{prefix}exp_probs_b.bias" in file.tensors else {})}
+
+
+def _deepseek2_restorers(config: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
+    """Files have what makes keys and values of latent states apart, that of keys transposed."""
+    def both(keys: Tensor, values: Tensor) -> Tensor:   # [heads, latent, key], [heads, value, ...]
+        return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+
+    return {"self_attn.kv_b_proj": both}
+
+
 _QKV = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
 _MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
 _REST = {
@@ -184,6 +241,19 @@ _EXPERTS = {
     "mlp.experts.down_proj": "ffn_down_exps.weight",
 }  # fmt: skip
 _HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+_LATENT = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_k_b+attn_v_b", "self_attn.o_proj": "attn_output",
+}  # fmt: skip
+_LOW_RANK_QUERIES = {
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+}  # fmt: skip
+_SHARED_EXPERTS = {
+    **_EXPERTS, "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}  # fmt: skip
 _QWEN35 = {
     **_MLP, "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "post_attention_norm",
@@ -216,6 +286,8 @@ FAMILIES = {
     }, more=_qwen3_moe),
     "qwen35": Family("Qwen3_5ForCausalLM", "qwen3_5_text", _QWEN35_FULL, shift=1.0, more=_qwen35,
                      layer_of=_qwen35_layer, restorers=_qwen35_restorers),
+    "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", _LATENT, more=_deepseek2,
+                        layer_of=_deepseek2_layer, restorers=_deepseek2_restorers),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", {
         **_DENSE, **_HEAD_NORMS, "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",

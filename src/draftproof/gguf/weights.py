@@ -32,11 +32,12 @@ def numbers_of(file: GGUFFile, stored: Stored, dtype: torch.dtype = torch.float3
         dtype: Of the result. Values are computed in float32 and rounded once.
     """
     tensor = file.tensors[stored.name]
-    if stored.joined:                                   # outputs are the last but one axis
-        second = dequantize(file.tensors[stored.joined], dtype)
-        return torch.cat([dequantize(tensor, dtype), second], -2)
+    second = file.tensors[stored.joined] if stored.joined else None
     if stored.restored is not None:
-        return stored.restored(dequantize(tensor)).to(dtype)
+        parts = [tensor] if second is None else [tensor, second]
+        return stored.restored(*map(dequantize, parts)).to(dtype)
+    if second is not None:                              # outputs are the last but one axis
+        return torch.cat([dequantize(tensor, dtype), dequantize(second, dtype)], -2)
     if len(tensor.shape) > 1 and not stored.shift:
         return dequantize(blocks_of(file, stored), dtype)
     numbers = dequantize(tensor)
