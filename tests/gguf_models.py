@@ -68,6 +68,8 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         "mscale_all_dim": 0.5, "original_max_position_embeddings": 32}}),
     "deepseek3": ("deepseek_v3", {**LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1,
                                   "routed_scaling_factor": 2.5, "norm_topk_prob": True}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
+                      "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}),
     "mistral3-plain": ("mistral", {"head_dim": 32, "sliding_window": None}),
     "qwen3moe": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
                                "moe_intermediate_size": 32, "norm_topk_prob": True}),
@@ -121,6 +123,7 @@ def save(model: Any, path: Path, types: str | None = None, parts: int = 0,
             continue
         known = key.replace(".dt_bias", ".dt_proj.bias").replace("_correction_b", "_correction.b")
         name = names.get_name(known, try_suffixes=(".weight", ".bias"))
+        weight = weight.squeeze(1) if ".conv.conv." in key else weight
         tensors[name] = stored(architecture, config, key, weight.float()).numpy()
     keys = settings(architecture, config, tensors)
     matrices = {name: types for name, tensor in tensors.items() if tensor.ndim > 1 and types}
@@ -192,7 +195,8 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
         ".embedding_length": config.hidden_size, ".feed_forward_length": config.intermediate_size,
         ".attention.head_count": config.num_attention_heads,
         ".attention.head_count_kv": config.num_key_value_heads,
-        ".attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        ".attention.layer_norm_rms_epsilon":
+            getattr(config, "rms_norm_eps", None) or config.norm_eps,
         ".attention.key_length": head_dim,
         ".rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
         ".rope.freq_base": float(rope["rope_theta"]),
@@ -245,6 +249,9 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
             keys[".attention.q_lora_rank"] = config.q_lora_rank
         if rope["rope_type"] == "yarn":
             keys[".rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if architecture == "lfm2":
+        heads = [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types]
+        keys |= {".attention.head_count_kv": heads, ".shortconv.l_cache": config.conv_L_cache}
     if architecture == "qwen35":
         keys |= {".ssm.conv_kernel": config.linear_conv_kernel_dim,
                  ".ssm.state_size": config.linear_key_head_dim,

@@ -96,7 +96,8 @@ def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
     """The settings that all families have."""
     name, metadata = file.architecture, file.metadata
     heads, hidden = metadata.integer(f"{name}.attention.head_count"), _hidden(file)
-    key_heads = metadata.integer(f"{name}.attention.head_count_kv", heads)
+    # of each layer, 0 where it has no attention, or of all
+    key_heads = int(max(metadata.numbers(f"{name}.attention.head_count_kv", [heads]), default=0))
     if min(heads, key_heads) < 1 or heads % key_heads:
         raise ModelNotFound(
             f"{file.path} has {heads} heads and {key_heads} of keys; fetch it again"
@@ -150,7 +151,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Stored]]:
     """Each tensor of the checkpoint, and where it is."""
     yield "model.embed_tokens.weight", Stored("token_embd.weight")
-    yield "model.norm.weight", Stored("output_norm.weight", shift=family.shift)
+    yield family.norm[0], Stored(family.norm[1], shift=family.shift)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", Stored("output.weight")
     heads = {"self_attn.q_proj": config["num_attention_heads"],

@@ -36,6 +36,7 @@ class Family(NamedTuple):
         shift: What was added to the weights of norms.
         more: Further settings.
         layer_of: The modules of one layer, where layers differ.
+        norm: The last norm, in the checkpoint and in the file.
         restorers: What gives the checkpoint's numbers for those of the file, by module.
     """
 
@@ -47,6 +48,7 @@ class Family(NamedTuple):
     more: Callable[[GGUFFile, dict[str, Any]], None] | None = None
     layer_of: Callable[[GGUFFile, int], dict[str, str]] | None = None
     restorers: Callable[[dict[str, Any]], dict[str, Callable[..., Tensor]]] | None = None
+    norm: tuple[str, str] = ("model.norm.weight", "output_norm.weight")
 
 
 def _phi3(file: GGUFFile, config: dict[str, Any]) -> None:
@@ -228,6 +230,26 @@ def _deepseek2_restorers(config: dict[str, Any]) -> dict[str, Callable[..., Tens
     return {"self_attn.kv_b_proj": both}
 
 
+def _lfm2(file: GGUFFile, config: dict[str, Any]) -> None:
+    """LFM2: most layers mix the last few tokens by a short convolution."""
+    layers = range(config["num_hidden_layers"])
+    config["layer_types"] = [
+        "conv" if f"blk.{layer}.shortconv.conv.weight" in file.tensors else "full_attention"
+        for layer in layers
+    ]
+    config |= {"conv_L_cache": file.metadata.integer("lfm2.shortconv.l_cache"),
+               "norm_eps": config["rms_norm_eps"], "block_auto_adjust_ff_dim": False}
+
+
+def _lfm2_layer(file: GGUFFile, layer: int) -> dict[str, str]:
+    has_conv = f"blk.{layer}.shortconv.conv.weight" in file.tensors
+    return {**_LFM2, **(_LFM2_CONV if has_conv else _LFM2_ATTENTION)}
+
+
+def _lfm2_restorers(_: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
+    return {"conv.conv": lambda tensor: tensor[:, None]}
+
+
 _QKV = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
 _MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
 _REST = {
@@ -253,6 +275,18 @@ _LOW_RANK_QUERIES = {
 _SHARED_EXPERTS = {
     **_EXPERTS, "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
     "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+_LFM2 = {
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+}  # fmt: skip
+_LFM2_CONV = {
+    "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+}  # fmt: skip
+_LFM2_ATTENTION = {
+    **_QKV, "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
 }  # fmt: skip
 _QWEN35 = {
     **_MLP, "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
@@ -288,6 +322,9 @@ FAMILIES = {
                      layer_of=_qwen35_layer, restorers=_qwen35_restorers),
     "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", _LATENT, more=_deepseek2,
                         layer_of=_deepseek2_layer, restorers=_deepseek2_restorers),
+    "lfm2": Family("Lfm2ForCausalLM", "lfm2", _LFM2, more=_lfm2, layer_of=_lfm2_layer,
+                   restorers=_lfm2_restorers,
+                   norm=("model.embedding_norm.weight", "token_embd_norm.weight")),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", {
         **_DENSE, **_HEAD_NORMS, "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
