@@ -15,10 +15,12 @@ OTHER_NAMES = {
     "max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens",
     "max_output_tokens": "max_new_tokens", "n_predict": "max_new_tokens",
     "num_predict": "max_new_tokens", "min_tokens": "min_new_tokens", "stop_strings": "stop",
-    "stop_sequences": "stop", "bad_words": "banned_words", "bad_words_ids": "banned_words",
+    "stop_sequences": "stop", "stop_sequence": "stop", "stopping_strings": "stop",
+    "bad_words": "banned_words", "bad_words_ids": "banned_words",
     "no_repeat_ngram_size": "no_repeat_ngram", "random_seed": "seed",
 }  # fmt: skip
-"""What OpenAI, vLLM, TGI, llama.cpp, Ollama and transformers call an option of `Sampling`."""
+"""What OpenAI, vLLM, TGI, llama.cpp, Ollama, KoboldAI and transformers call an option of
+`Sampling`."""
 
 OFF: dict[str, tuple[int, Any]] = {"top_k": (-1, 0), "max_new_tokens": (-1, None)}
 """Numbers by which others (vLLM, llama.cpp) say that an option is off, and how it is said here."""
@@ -71,6 +73,12 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "text-generation-webui": (
         "top_a", "smoothing_factor", "temperature_last", "sampler_priority", "negative_prompt",
         "ban_eos_token", "custom_token_bans", "logit_bias_tokens", "add_bos_token", "stop_str",
+        "truncation_length", "repetition_penalty_range", "frequency_penalty_range",
+        "presence_penalty_range", "auto_max_new_tokens", "dynamic_temperature", "smoothing_curve",
+    ),
+    "KoboldAI": (
+        "rep_pen", "rep_pen_range", "rep_pen_slope", "sampler_order", "sampler_seed",
+        "max_context_length", "nsigma", "trim_stop",
     ),
 }  # fmt: skip
 """By engine, what would change a text or what is reported of it, and that nothing here does."""

@@ -6,11 +6,13 @@ so that whatever fails can be repeated.
 
 from __future__ import annotations
 
+import logging
 import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,7 +241,7 @@ def prove_fuzz(
     start, number, rows, models = time.monotonic(), 0, 0, 0
     failures, fuzzer, current = list[str](), None, -1
     flags = "".join(f" --{name} {value}" for name, value in options.items() if value)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _without_notes():
         while not number or time.monotonic() - start < 60 * minutes:
             which = (seed + number) // PER_MODEL if model == "demo" else 0
             if fuzzer is None or which != current:
@@ -259,6 +261,18 @@ def prove_fuzz(
                f"decoding, {len(failures)} rounds differ")
     return Section("fuzz", verdict, {"rows": rows, "rounds": number, "models": models,
                                      "seed": seed, "minutes": minutes, **options}, failures)
+
+
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """Notes on what random requests ask for are of no use."""
+    log = logging.getLogger("draftproof")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _fuzzer(model: str, which: int, folder: Path, options: dict[str, Any]) -> Fuzzer:
