@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import draftproof as dp
 from draftproof.cache import kv_cache
+from draftproof.requests import sequence
 from draftproof.server import schema
 from draftproof.server.api import Server
 from draftproof.tokenizer import codec
@@ -11,12 +12,16 @@ from draftproof.weights import disk_cache
 
 
 def test_former_module_paths_lead_to_what_moved() -> None:
+    from draftproof.engine.rows import understood
+    from draftproof.engine.sequence import SequenceState
     from draftproof.model import kept
     from draftproof.model.kv_cache import KVCache
     from draftproof.model.tokenizer import Codec
 
     assert kept is disk_cache                   # a setting changed there holds here
     assert Codec is codec.Codec and KVCache is kv_cache.KVCache
+    assert SequenceState is sequence.SequenceState
+    assert understood(b'{"prompt": "a"}', dp.Sampling(), False).prompt == "a"
 
 
 def test_a_former_progress_is_an_update() -> None:
