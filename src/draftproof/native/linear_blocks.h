@@ -280,8 +280,12 @@ ALWAYS bits dot_of(const int sums, const int count, const bits *weight, const in
         bits start) {
 #if !WIDE_CODES
     (void)sums;
-    _Pragma("GCC unroll 8") for (int k = 0; k < count; k++)
+    bits other = {};                            /* two chains wait half as long */
+    _Pragma("GCC unroll 4") for (int k = 0; k < count; k += 2) {
         start = dotted(start, weight[k], codes[k]);
+        other = dotted(other, weight[k + 1], codes[k + 1]);
+    }
+    start += other;
 #else
     const int together = sums & BITS_8 ? 1 : sums & BITS_6 ? 2 : count;
     const __m256i units = _mm256_set1_epi16(1);
