@@ -155,6 +155,22 @@ def test_modelopt_says_how_in_a_file_of_its_own(tmp_path: Path) -> None:
         assert torch.equal(weight, other), key
 
 
+@pytest.mark.parametrize(("name", "file", "stated"), [
+    ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
+    ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM"}),
+])  # fmt: skip
+def test_older_tools_have_files_of_other_names(
+    name: str, file: str, stated: dict[str, Any], tmp_path: Path
+) -> None:
+    truth = save(tmp_path, name)
+    changed(tmp_path, quant_method=None)
+    (tmp_path / file).write_text(json.dumps(stated))
+    (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-32g.safetensors")
+    ours = loading.load_model(tmp_path, "float32", "cpu")
+    for (key, weight), other in zip(truth.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(weight, other), key
+
+
 def test_other_methods_stay_with_transformers() -> None:
     assert layout_of("x", {"quant_method": "mxfp4"}) is None
     assert layout_of("x", {"quant_method": "bitsandbytes"}) is None

@@ -7,12 +7,13 @@ packages nor the accelerators that the methods ask for are needed.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftproof.errors import UnsupportedModel
+from draftproof.errors import ModelNotFound, UnsupportedModel
 from draftproof.weights.quantized_checkpoint import (
     QuantizedSource,
     check_stored_as_numbers,
@@ -47,7 +48,7 @@ def unpacked_checkpoint(
     settings = config.to_dict()
     stated = quantization_of(folder, settings)
     if stated is None:
-        if any(folder.glob("*.safetensors")):
+        with suppress(ModelNotFound):                   # transformers reads other files
             check_stored_as_numbers(name, folder)
         return None
     layout, own_code = layout_of(name, stated), type(config) not in kind._model_mapping

@@ -29,6 +29,12 @@ from draftproof.weights.token_table import DenseTable, TokenTable
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt")
 """Values of `quant_method` whose layouts are read here."""
+FILES = (
+    ("hf_quant_config.json", "modelopt", "quantization"), ("quantize_config.json", "gptq", ""),
+    ("quant_config.json", "awq", ""),
+)
+"""Files in which ModelOpt, and older versions of AutoGPTQ and AutoAWQ, say it; the method; and the
+key of what it says."""
 COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
               "mxfp4-pack-quantized", "nvfp4-pack-quantized", "mixed-precision", None)
 """Formats of compressed-tensors that are read here."""
@@ -53,11 +59,13 @@ def quantization_of(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]
     stated = settings.get("quantization_config") or settings.get("compression_config")
     if isinstance(stated, Mapping):
         return dict(stated)
-    try:
-        text = (folder / "hf_quant_config.json").read_text(encoding="utf-8")
-        return {"quant_method": "modelopt", **json.loads(text)["quantization"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    for file, method, key in FILES:
+        try:
+            content = json.loads((folder / file).read_text(encoding="utf-8"))
+            return {"quant_method": method, **(content[key] if key else content)}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
 
 
 def layout_of(name: str, stated: Mapping[str, Any]) -> Layout | None:

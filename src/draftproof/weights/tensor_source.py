@@ -166,6 +166,9 @@ def _paths(folder: Path) -> list[tuple[str, Path]]:
     """The files of a checkpoint by name."""
     if (folder / "model.safetensors").is_file():
         return [("model.safetensors", folder / "model.safetensors")]
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1 and not (folder / INDEX).is_file():      # under a name of its own
+        return [(files[0].name, files[0])]
     try:
         text = (folder / INDEX).read_text(encoding="utf-8")
         index: Mapping[str, str] = json.loads(text)["weight_map"]
