@@ -7,6 +7,7 @@ Nothing here uses the package's own layers: rotation, norms and attention are wr
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,33 @@ def no_text_changes(drafter: Drafter, temperature: float, own: Any = None) -> No
             assert texts(engine, asked, **options, batch_size=4) == wanted, rule
 
 
+def keeps_the_text(drafter: Drafter, own: Any = None) -> None:
+    """Greedy under every rule, and drawn under the rule by which sampled text stays the same."""
+    asked, target_ = prompts(3, seed=4), own or deep()
+    for temperature, rules in ((0.0, RULES), (0.8, ("match",))):
+        options: dict[str, Any] = {"max_new_tokens": 9, "sampling": Sampling(temperature, seed=3)}
+        wanted = texts(Engine(target_), asked, **options)
+        for rule in rules:
+            engine = Engine(target_, Watch(drafter), acceptance=rule, budget=5)
+            assert texts(engine, asked, **options, batch_size=2) == wanted, (rule, temperature)
+    for rule in RULES:                                      # draws by every rule end well
+        want = Sampling(0.8, seed=1)
+        Engine(target_, Watch(drafter), acceptance=rule, budget=4).generate(
+            asked[:1], max_new_tokens=6, sampling=want)  # fmt: skip
+
+
+def proposal(drafter: Any, text: list[int], budget: int = 5, **changed: Any) -> list[int]:
+    """The chain that a drafter drafts after a text, of which it has observed all but the root."""
+    own = drafter.network.vocabulary
+    with torch.inference_mode():
+        states = own.read(TokenTree.chain(torch.tensor([text[:-1]])), own.new_cache(1, 64),
+                          hidden_layers=drafter.hidden_layers).hidden  # fmt: skip
+        drafter.start(1, 64, drafting.CPU)
+        drafter.observe(drafting.commit_of([0], [text[:-1]], states))
+        frontier = drafting.frontier_of([text], budget, trees=False)
+        return drafter.propose(replace(frontier, **changed)).tokens[0].tolist()
+
+
 def drafted_logits(
     own: Any, drafter: FeatureDrafter, text: list[int], drafted: list[int]
 ) -> list[Tensor]:
@@ -56,7 +84,7 @@ def drafted_logits(
         states = own.read(whole, own.new_cache(1, 64), hidden_layers=drafter.hidden_layers).hidden
         drafter.start(1, 64, drafting.CPU)
         drafter.observe(drafting.commit_of([0], [text[:-1]], states))
-        read, _ = drafter.reader(drafting.frontier_of([text], 6))
+        read = drafter.reader(drafting.frontier_of([text], 6)).read
         chains = (torch.tensor([[text[-1], *drafted[:node]]]) for node in range(len(drafted) + 1))
         return [read(TokenTree.chain(chain), node)[0, 0] for node, chain in enumerate(chains)]
 

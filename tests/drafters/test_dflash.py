@@ -16,6 +16,7 @@ from torch import Tensor
 
 import draftproof as dp
 from draftproof.drafters import dflash
+from draftproof.drafters.checkpoint import Checkpoint
 from draftproof.drafters.dflash import DFlash
 from draftproof.errors import DrafterMismatch
 
@@ -55,14 +56,15 @@ def written(
         return published.write(folder, settings, tensors)
     taps = [one + 1 for one in inner.pop("target_layer_ids")]
     layer |= {key: extra.pop(key) for key in ("layer_types", "sliding_window") if key in extra}
-    settings = {"speculators_model_type": "dflash2" if "selector_rank" in inner else "dflash",
+    settings = {"sample_from_anchor": False,
+                "speculators_model_type": "dflash2" if "selector_rank" in inner else "dflash",
                 **inner, "aux_hidden_state_layer_ids": taps, "transformer_layer_config": layer,
                 "draft_vocab_size": 40, "projector_type": "dflash", "emb_dim": 256, **extra}
     return published.write(folder, settings, tensors)
 
 
 def loaded(folder: Path) -> DFlash:
-    return dflash.load(folder, deep(), 7)
+    return dflash.load(Checkpoint(folder), deep())
 
 
 def convolved(w: dict[str, Tensor], at: str, x: Tensor, number: int, kernels: Tensor) -> Tensor:
@@ -94,7 +96,8 @@ def forward(w: dict[str, Tensor], settings: dict[str, Any], hidden: Tensor, root
             if kernels is not None:
                 kernels = y @ kernels.T
                 y = convolved(w, conv, y, 0, kernels)
-            out = swiglu(w, f"{at}.mlp", y) if part == "mlp" else attend(
+            mlp = settings.get("mlp", swiglu)
+            out = mlp(w, f"{at}.mlp", y) if part == "mlp" else attend(
                 w, f"{at}.self_attn", y, torch.cat([context, y]), places, slots, sees)
             x = x + (out if kernels is None else convolved(w, conv, out, 1, kernels))
     x = norm(x, w["norm.weight"])
@@ -219,7 +222,7 @@ def test_a_selector_over_mapped_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_malformed_setting_is_one_sentence(tmp_path: Path) -> None:
-    folder = written(tmp_path, weights(), own={"target_layer_ids": ["1", "3"]})
+    folder = written(tmp_path, weights(), own={"target_layer_ids": ["1", "3", "5"]})
     with pytest.raises(DrafterMismatch, match="cannot be read"):
         dp.load(deep().model, drafter=str(folder))
 
@@ -235,3 +238,83 @@ def test_it_keeps_the_laws_of_drafters(tmp_path: Path, second: bool, warm: bool)
     folder = written(tmp_path, weights(second), own=SECOND if second else {}, **SLIDING)
     no_text_changes(loaded(folder), 0.9 * warm)
     depends_on_the_text_alone(lambda: loaded(folder), drawn=warm, draws=True)
+
+
+MOE = {"draft_ffn_type": "moe", "num_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 8, "shared_expert_intermediate_size": 12,
+       "moe_experts_implementation": "grouped_mm"}  # fmt: skip
+
+
+def experts(w: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights with a mixture of experts in each layer."""
+    kept = {key: one for key, one in w.items() if ".mlp." not in key}
+    shapes: dict[str, Any] = {}
+    for number in range(2):
+        at = f"layers.{number}.mlp"
+        shapes |= {f"{at}.gate.weight": (4, 32), f"{at}.shared_expert_gate.weight": (1, 32)}
+        for name, size in (("shared_expert", 12), *((f"experts.{one}", 8) for one in range(4))):
+            shapes |= {f"{at}.{name}.{kind}_proj.weight": (size, 32) for kind in ("gate", "up")}
+            shapes[f"{at}.{name}.down_proj.weight"] = (32, size)
+    return {**kept, **published.random_tensors(shapes, seed=5)}
+
+
+def mixture(w: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
+    """The two most likely experts of four, by their chances, and the one that is always used."""
+    chances = (x @ w[f"{at}.gate.weight"].T).float().softmax(-1).double()
+    best = chances.topk(2, -1)
+    weighed = best.values / best.values.sum(-1, keepdim=True)
+    out = torch.stack([sum(weighed[row, rank] * swiglu(w, f"{at}.experts.{best.indices[row, rank]}",
+                                                       x[row]) for rank in range(2))
+                       for row in range(len(x))])  # fmt: skip
+    gate = (x @ w[f"{at}.shared_expert_gate.weight"].T).sigmoid()
+    return out + gate * swiglu(w, f"{at}.shared_expert", x)
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
+def test_a_block_whose_root_predicts_as_well(tmp_path: Path, second: bool) -> None:
+    """`sample_from_anchor`: as many tokens as places; said, or told by `speculative_tokens`."""
+    w, own = weights(second), SECOND if second else {}
+    said = written(tmp_path / "said", w, True, own, sample_from_anchor=True)
+    told = written(tmp_path / "told", w, True, own, sample_from_anchor=None,
+                   speculators_config={"proposal_methods": [{"speculative_tokens": BLOCK}]})
+    drafter = loaded(said)
+    with torch.inference_mode():
+        hidden, frontier = observed(drafter)
+        states, logits = forward(w, {"layers": [(False, None)] * 2}, hidden, TEXT[-1])
+        path = drafter.propose(replace(frontier, trees=False, budget=BLOCK)).tokens[0].tolist()
+    logits, states = (torch.cat([part[:1], part]) for part in (logits, states))  # token k: place k
+    right = _selected(w, states, logits) if second else logits[1:].argmax(-1).tolist()
+    assert path[:BLOCK] == [TEXT[-1], *right[: BLOCK - 1]] and len(path) == BLOCK + 1
+    for folder in (said, told):
+        assert loaded(folder).network.first == 0
+        assert published.proposal(loaded(folder), TEXT, BLOCK) == path
+    published.keeps_the_text(loaded(told))
+    with pytest.raises(DrafterMismatch, match="sample_from_anchor"):
+        config = {"proposal_methods": [{"speculative_tokens": BLOCK}]}
+        loaded(written(tmp_path / "both", w, True, own, speculators_config=config))
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    w = experts(weights(second=True))
+    drafter = loaded(written(tmp_path / "moe", w, True, SECOND, **MOE))
+    with torch.inference_mode():
+        hidden, frontier = observed(drafter)
+        found = drafter._block(frontier.prefix.root[:, None])[0]
+        settings = {"layers": [(False, None)] * 2, "mlp": mixture}
+        states, _ = forward(w, settings, hidden, TEXT[-1])
+    torch.testing.assert_close(found, states, rtol=0, atol=3e-5)
+    published.keeps_the_text(drafter)
+    few = {**MOE, "num_experts_per_tok": 1}
+    other = loaded(written(tmp_path / "few", w, True, SECOND, **few))
+    assert not torch.equal(_block_of(other), _block_of(drafter))
+    for change, why in (({"draft_ffn_type": "dense"}, "mlp"), ({"num_experts": 5}, "shape"),
+                        ({"num_experts": None}, "num_experts"),
+                        ({"draft_ffn_type": "wide"}, "wide")):
+        with pytest.raises(DrafterMismatch, match=why):
+            loaded(written(tmp_path / "changed", w, True, SECOND, **{**MOE, **change}))
+
+
+def _block_of(drafter: DFlash) -> Tensor:
+    with torch.inference_mode():
+        _, frontier = observed(drafter)
+        return drafter._block(frontier.prefix.root[:, None])

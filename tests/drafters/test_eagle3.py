@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftproof.core.tree import TreeShape
 from draftproof.drafters import eagle3
+from draftproof.drafters.checkpoint import Checkpoint
 from draftproof.drafters.features import FeatureDrafter
 from draftproof.engine.load import load
 from draftproof.errors import BadInput, DrafterMismatch
@@ -35,7 +36,8 @@ class Case:
             own = {key: settings.pop(key) for key in (*LAYER, "model_type", "num_hidden_layers")}
             settings |= {"architectures": ["Eagle3DraftModel"], "transformer_layer_config": own,
                          "speculators_model_type": extra.get("speculators_model_type", "eagle3"),
-                         "speculators_config": {}, "embed_requires_grad": False}  # fmt: skip
+                         "speculators_config": extra.get("speculators_config", {}),
+                         "embed_requires_grad": False}  # fmt: skip
             tensors = {key.replace("midlayer", "layers.0"): one for key, one in tensors.items()}
         return published.write(folder, settings, tensors)
 
@@ -62,9 +64,12 @@ def case(**flags: Any) -> Case:
     return Case({**LAYER, **said, **flags}, tensors)
 
 
-def forward(one: Case, states: Tensor, tokens: Tensor, steps: int) -> list[Tensor]:
+def forward(
+    one: Case, states: Tensor, tokens: Tensor, steps: int, last: int = -1
+) -> list[Tensor]:
     """Logits over the target's tokens behind a text [S] and after each of the last `steps` tokens,
-    which were drafted: from the definition, one pair after another. states: [S, 3, 32]."""
+    which were drafted: from the definition, one pair after another. states: [S, 3, 32]. last: 0,
+    the logits of every pair at once."""
     w, flags = one.tensors, one.settings
     known = len(tokens) - steps                     # tokens with features of the target
     x = states[:known].flatten(1)
@@ -88,14 +93,15 @@ def forward(one: Case, states: Tensor, tokens: Tensor, steps: int) -> list[Tenso
             h = h + swiglu(w, f"{at}.mlp", norm(h, w[f"{at}.post_attention_layernorm.weight"]))
         out = norm(h, w["norm.weight"])
         features.append((out if flags.get("norm_output") else h)[-1])
-        logits = torch.full((40,), -torch.inf, dtype=torch.float64)
-        own = out[-1] @ w["lm_head.weight"].T * flags.get("logit_scale", 1.0)
-        found.append(logits.index_copy(0, torch.arange(DRAFT_VOCAB) + w["d2t"], own))
+        for state in out[last:]:
+            logits = torch.full((40,), -torch.inf, dtype=torch.float64)
+            own = state @ w["lm_head.weight"].T * flags.get("logit_scale", 1.0)
+            found.append(logits.index_copy(0, torch.arange(DRAFT_VOCAB) + w["d2t"], own))
     return found
 
 
 def loaded(folder: Path) -> FeatureDrafter:
-    return eagle3.load(folder, deep(), 7)
+    return eagle3.load(Checkpoint(folder), deep())
 
 
 TEXT, DRAFTED = [7, 3, 31, 2, 9, 4, 4, 1, 12], [5, 8, 0]
@@ -186,8 +192,69 @@ def test_a_folder_says_what_it_is(tmp_path: Path) -> None:
     assert engine.drafter.name == "eagle3"
     wanted = load(tmp_path / "model", drafter="none").generate([[1, 2, 3]], max_new_tokens=9)[0]
     assert engine.generate([[1, 2, 3]], max_new_tokens=9)[0].tokens == wanted.tokens
-    other = case().written(tmp_path / "other", True, speculators_model_type="peagle")
-    with pytest.raises(BadInput, match="peagle"):
+    other = case().written(tmp_path / "other", True, speculators_model_type="nobody's")
+    with pytest.raises(DrafterMismatch, match="nobody's"):
         load(tmp_path / "model", drafter=str(other))
     with pytest.raises(BadInput, match="shapes its own"):
         load(tmp_path / "model", drafter=folder, draft_tree=TreeShape.branching((2, 2)))
+
+
+NEMO = {"midlayer": "model.layers.0", "fc.weight": "model.fc.weight",
+        "norm.weight": "model.norm.weight", "lm_head": "lm_head",
+        "d2t": "model.d2t", "t2d": "model.t2d"}  # fmt: skip
+
+
+def test_names_of_nemo(tmp_path: Path) -> None:
+    """`model.layers.0.*` and `model.fc`, with NVIDIA's `eagle_config`: the same drafts."""
+    one, inner = case(), {"use_aux_hidden_state": True, "use_last_layernorm": True,
+                          "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}  # fmt: skip
+    plain = loaded(one.written(tmp_path / "plain"))
+    keys = {key: next(key.replace(old, new, 1) for old, new in NEMO.items() if key.startswith(old))
+            for key in one.tensors}  # fmt: skip
+    one.tensors = {keys[key]: tensor for key, tensor in one.tensors.items()}
+    found = loaded(one.written(tmp_path / "nemo", eagle_config=inner))
+    assert found.hidden_layers == plain.hidden_layers
+    assert published.proposal(found, TEXT) == published.proposal(plain, TEXT)
+
+
+MASK, DEPTHS = 38, 4
+
+
+def parallel(folder: Path, **changed: Any) -> Path:
+    """A checkpoint of P-EAGLE, as `speculators` writes it, of two layers."""
+    one = case(num_hidden_layers=2, own_embeddings=True)
+    values = torch.randn(1, 1, 96, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    one.tensors["mask_hidden"] = 0.5 * values
+    config = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEPTHS}]}
+    said = {"speculators_model_type": "peagle", "mask_token_id": MASK, "norm_output": False,
+            "speculators_config": config, **changed}  # fmt: skip
+    return one.written(folder, True, **said)
+
+
+def test_parallel_tokens_read_as_an_independent_forward(tmp_path: Path) -> None:
+    """Each mask sees the text and the masks before it, with the learnt feature."""
+    found = eagle3.load_parallel(Checkpoint(parallel(tmp_path)), deep())
+    one = case(num_hidden_layers=2, own_embeddings=True)
+    states = torch.Generator().manual_seed(7)
+    feature = 0.5 * torch.randn(1, 1, 96, generator=states, dtype=torch.float64)
+    with torch.no_grad():
+        hidden = deep().model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+    taps = torch.stack([hidden[layer][0] for layer in found.hidden_layers], 1)[:-1]
+    masks = feature.view(1, 3, 32).expand(DEPTHS - 1, -1, -1)
+    tokens = torch.tensor([*TEXT, *[MASK] * (DEPTHS - 1)])
+    wanted = forward(one, torch.cat([taps, masks]), torch.cat([tokens[:1], tokens[1:]]), 1, last=0)
+    logits = drafted_logits(deep(), found, TEXT, [5, 8, 0])
+    for ours, theirs in zip(logits, wanted[-DEPTHS:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-5)
+    assert len(published.proposal(found, TEXT, 9)) == DEPTHS + 1
+    published.keeps_the_text(found)
+
+
+def test_settings_of_parallel_tokens(tmp_path: Path) -> None:
+    plain = published.proposal(eagle3.load_parallel(Checkpoint(parallel(tmp_path)), deep()), TEXT)
+    other = eagle3.load_parallel(Checkpoint(parallel(tmp_path, mask_token_id=3)), deep())
+    assert published.proposal(other, TEXT) != plain
+    for change in ({"mask_token_id": None}, {"norm_output": True}, {"mask_token_id": 99},
+                   {"parallel_draft_step": 4}, {"num_depths": 8}):  # fmt: skip
+        with pytest.raises(DrafterMismatch):
+            eagle3.load_parallel(Checkpoint(parallel(tmp_path, **change)), deep())

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from published import drafted_logits, no_text_changes
+from published import drafted_logits, keeps_the_text, no_text_changes
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from draftproof.drafters import mtp
+from draftproof.drafters.checkpoints import load_drafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.engine.prefix_cache import PrefixCache
@@ -225,13 +226,13 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("qwen3.5", {"mtp.layers.0.self_attn.sinks": torch.ones(4)}, {}, "sinks"),
     ("qwen3.5", {"mtp.fc_embedding.weight": torch.ones(32, 32)}, {}, "fc_embedding"),
     ("qwen3.5", {"mtp.norm.weight": None}, {}, "norm.weight"),
-    ("qwen3.5", {"mtp.layers.1.input_layernorm.weight": torch.ones(32)}, {}, "layers.1"),
-    ("qwen3.5", {}, {"mtp_num_hidden_layers": 3}, "3 layers"),
+    ("qwen3.5", {"mtp.layers.1.input_layernorm.weight": torch.ones(32)}, {}, "states 1 layers"),
+    ("qwen3.5", {}, {"mtp_num_hidden_layers": 3}, "states 3 layers"),
     ("qwen3.5", {}, {"mtp_use_dedicated_embeddings": True}, "dedicated_embeddings"),
     ("qwen3.5", {}, {"mtp_hidden_states_first": True}, "mtp_hidden_states_first"),
     ("mimo", {"model.mtp_layers.0.extra.weight": torch.ones(3)}, {}, "extra"),
-    ("mimo", {"model.mtp_layers.1.extra.weight": torch.ones(3)}, {}, "several layers"),
-    ("glm-4.5", {"model.layers.3.enorm.weight": torch.ones(32)}, {}, "several layers"),
+    ("mimo", {"model.mtp_layers.1.extra.weight": torch.ones(3)}, {}, "states 1 layers"),
+    ("glm-4.5", {"model.layers.3.enorm.weight": torch.ones(32)}, {}, "2 projections"),
     ("glm-4.5", {"model.layers.2.shared_head.head.weight": torch.ones(40, 32)}, {}, "differs"),
 ]  # fmt: skip
 
@@ -256,3 +257,112 @@ def test_a_model_without_one_is_told(made: Callable[[str], Made], tmp_path: Path
     target.model.config.name_or_path = str(tmp_path)
     with pytest.raises(ModelNotFound, match="multi-token"):
         mtp.load(target)
+
+
+def alone(made: Made, folder: Path, prefix: str, settings: dict[str, Any] | None,
+          name: str = "model.safetensors", **more: Tensor) -> Path:  # fmt: skip
+    """The head of a Qwen model in a folder of its own, its names behind `prefix`."""
+    whole = load_file(made.folder / "model.safetensors")
+    own = {key.replace("mtp.", prefix): one for key, one in whole.items() if "mtp." in key}
+    folder.mkdir(exist_ok=True)
+    save_file({**own, **more}, folder / name)
+    if settings is not None:
+        (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def bare(made: Made, folder: Path) -> Target:
+    """The model without its head, as quantised copies have it."""
+    shutil.copytree(made.folder, folder)
+    whole = load_file(folder / "model.safetensors")
+    save_file({key: one for key, one in whole.items() if "mtp" not in key},
+              folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    return made._replace(folder=folder).opened()
+
+
+MLX = {"model_type": "qwen3_5_mtp", "block_size": 3}
+
+
+def test_a_head_of_its_own_drafts_as_one_in_the_model(
+    tmp_path: Path, made: Callable[[str], Made]
+) -> None:
+    """A folder with and without `mtp.`, a bare file, and the layout of `speculators`."""
+    whole, text, drafted = made("qwen3.5"), [7, 3, 31, 2, 9, 4, 12], [5, 8]
+    wanted = drafted_logits(whole.opened(), mtp.load(whole.opened()), text, drafted)
+    target = bare(whole, tmp_path / "bare")
+    config = json.loads((whole.folder / "config.json").read_text())
+    layer = {key: value for key, value in config.items() if key != "mtp_num_hidden_layers"}
+    theirs = {"fc": "input_proj", "norm": "final_layernorm", "pre_fc_norm_hidden":
+              "hidden_layernorm", "pre_fc_norm_embedding": "token_layernorm"}  # fmt: skip
+    tensors = {}
+    for key, one in load_file(whole.folder / "model.safetensors").items():
+        if key.startswith("mtp."):
+            part = key.removeprefix("mtp.").removesuffix(".weight")
+            part = theirs.get(part, part.removeprefix("layers.0."))
+            tensors[f"mtp_layers.0.{part}.weight"] = one
+    (tmp_path / "speculators").mkdir()
+    save_file(tensors, tmp_path / "speculators" / "model.safetensors")
+    said = {"speculators_model_type": "mtp", "transformer_layer_config": layer,
+            "num_nextn_predict_layers": 1, "speculators_config": {
+                "proposal_methods": [{"speculative_tokens": 2}]}}  # fmt: skip
+    (tmp_path / "speculators" / "config.json").write_text(json.dumps(said))
+    paths = {
+        alone(whole, tmp_path / "mlx", "", MLX): 3, tmp_path / "speculators": 2,
+        alone(whole, tmp_path / "named", "mtp.", MLX): 3,
+        alone(whole, tmp_path / "file", "language_model.mtp.", None, "mtp.safetensors"): 7,
+        tmp_path / "file" / "mtp.safetensors": 7,
+    }  # fmt: skip
+    for path, deepest in paths.items():
+        drafter = load_drafter(path, target)
+        assert drafter.deepest == deepest and "MTP head" in drafter.description
+        for ours, want in zip(drafted_logits(target, drafter, text, drafted), wanted, strict=True):
+            torch.testing.assert_close(ours, want, rtol=0, atol=1e-5)
+    keeps_the_text(load_drafter(tmp_path / "mlx", target), target)
+    for change, why in (({"hidden_size": 64}, "hidden_size"), ({"some_flag": True}, "some_flag"),
+                        ({"rms_norm_eps": 0.1}, "rms_norm_eps"),
+                        ({"num_nextn_predict_layers": 2}, "states 2 layers")):
+        alone(whole, tmp_path / "mlx", "", {**MLX, **change})
+        with pytest.raises(DrafterMismatch, match=why):
+            load_drafter(tmp_path / "mlx", target)
+    alone(whole, tmp_path / "mlx", "", MLX, extra=torch.ones(2))
+    with pytest.raises(DrafterMismatch, match="extra"):
+        load_drafter(tmp_path / "mlx", target)
+
+
+def test_several_layers_draft_one_token_each(
+    tmp_path: Path, made: Callable[[str], Made]
+) -> None:
+    """Layer k reads what layer k - 1 made one token before; against whole forwards."""
+    whole, text, drafted = made("qwen3.5"), [7, 3, 31, 2, 9, 4, 12], [5, 8]
+    torch.manual_seed(5)
+    layers = [whole.layer, *(copy.deepcopy(whole.layer) for _ in range(2))]
+    more: dict[str, Tensor] = {}
+    for number, layer in enumerate(layers[1:], start=1):
+        for weight in layer.parameters():
+            weight.data = weight + 0.3 * torch.randn_like(weight)
+        more |= {f"layers.{number}.{key}": one.clone() for key, one in layer.state_dict().items()}
+    target = whole.opened()
+    drafter = load_drafter(alone(whole, tmp_path / "three", "", MLX, **more), target)
+    found, model = drafted_logits(target, drafter, text, drafted), target.model
+    base: Any = model.model
+
+    def norm(x: Tensor, what: str) -> Tensor:
+        module = type(base.norm)(32, eps=model.config.rms_norm_eps)
+        module.weight.data = whole.norms[what]
+        return module(x)
+
+    tokens = torch.tensor([[*text, *drafted]])
+    with torch.no_grad():
+        states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1]
+        for number, layer in enumerate(layers):
+            count = states.shape[1]                         # state i with token i + 1 + number
+            embedded = model.get_input_embeddings()(tokens[:, number + 1 : number + 1 + count])
+            x = torch.cat([norm(embedded, "embed"), norm(states, "hidden")], -1) @ whole.proj.T
+            places = torch.arange(count)[None]
+            mask = torch.full((1, 1, count, count), torch.finfo(x.dtype).min).triu(1)
+            out = layer(x, position_embeddings=base.rotary_emb(x, places), attention_mask=mask,
+                        position_ids=places)
+            states = norm(out[0] if isinstance(out, tuple) else out, "norm")
+            torch.testing.assert_close(found[number], model.lm_head(states[0, -1]), rtol=1e-4,
+                                       atol=2e-4)
+    keeps_the_text(drafter, target)

@@ -36,6 +36,8 @@ class Drafter(ABC):
     """
 
     name: str = "drafter"
+    description: str = ""
+    """What was found in the folder or file that it was read from, for people to see."""
     hidden_layers: tuple[int, ...] = ()
     """Hidden layers of the target it wants in `Commit.hidden`; none costs nothing."""
     reads_every_state: bool = False

@@ -1,4 +1,4 @@
-"""Beam search through a draft: of all nodes that it weighs the likeliest are one tree."""
+"""Beam search through a draft: of all nodes that it weighs the most likely are one tree."""
 
 from __future__ import annotations
 
@@ -15,13 +15,30 @@ from draftproof.core.tree_shape import TreeForm
 
 Read = Callable[[TokenTree, int], Tensor]
 """Logits [B, n, V] after the nodes `first:` of a tree: the beams of one level at a time."""
+Sure = Callable[[], Tensor]
+"""Log-probability [B, n] that the target takes the first choice after each of the nodes that were
+read last."""
+LEAST = 0.05
+"""A path ends where a drafter that estimates its acceptance gives it less."""
 
 
 def weighed(
-    frontier: Frontier, read: Read, width: int, deepest: int
+    frontier: Frontier, read: Read, width: int, deepest: int, sure: Sure | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All nodes that a search with so many beams weighs: tokens, parents (the root its own) and
-    path probabilities, [B, M] each. It ends where no beam is as likely as `frontier.floor`."""
+    """All nodes that a search with so many beams weighs.
+
+    The search ends where no beam is as likely as `frontier.floor`.
+
+    Args:
+        frontier: Where rows stand.
+        read: What says the logits.
+        width: Beams per level.
+        deepest: Levels.
+        sure: What estimates acceptance, if the drafter has that; paths then end below `LEAST`.
+
+    Returns:
+        Tokens, parents (the root its own) and path probabilities, [B, M] each.
+    """
     prefix, sampler = frontier.prefix, frontier.sampler
     nodes = prefix.root[:, None]
     place, depths, parents = (torch.full_like(nodes, fill) for fill in (0, 0, -1))
@@ -30,7 +47,11 @@ def weighed(
     for depth in range(1, deepest + 1):
         tree = TokenTree(nodes, parents, depth - 1, form=TreeForm(parents, depths))
         steps, tokens = sampler.best(read(tree, first), Paths(prefix, tree, first), width)
+        if sure is not None:
+            steps = calibrated(steps, sure())
         scores = (above[..., None] + steps).flatten(1)
+        if sure is not None:
+            scores = scores.masked_fill(scores < log(LEAST), -torch.inf)
         drafted = torch.where(scores > -torch.inf, tokens.flatten(1), ABSENT)
         pool.append((drafted, place[..., None].expand_as(tokens).flatten(1), scores))
         best = scores.topk(width, 1)
@@ -41,11 +62,23 @@ def weighed(
         depths = torch.cat([depths, torch.full_like(best.indices, depth)], 1)
         place, above = size + best.indices, best.values
         size, first = size + scores.shape[1], nodes.shape[1] - width
-    tokens, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-    return tokens, origins, scores.exp()
+    found, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
+    return found, origins, scores.exp()
 
 
-def likeliest(frontier: Frontier, read: Read, width: int, deepest: int) -> TokenTree:
-    """The `frontier.budget` likeliest of the nodes that a search weighs."""
-    pool = weighed(frontier, read, width, deepest)
+def calibrated(steps: Tensor, sure: Tensor) -> Tensor:
+    """Log-probabilities [B, n, k] of the best tokens, highest first, of which the first is accepted
+    with log-probability `sure` [B, n]; the others share what is left as before."""
+    first, rest = steps[..., :1], steps[..., 1:]
+    left = torch.log1p(-sure.exp().clamp(max=1 - 1e-6))[..., None]
+    others = torch.log1p(-first.exp().clamp(max=1 - 1e-6))
+    best = torch.where(first > -torch.inf, sure[..., None].to(first.dtype), first)
+    return torch.cat([best, (rest - others + left).to(first.dtype)], -1)
+
+
+def likeliest(
+    frontier: Frontier, read: Read, width: int, deepest: int, sure: Sure | None = None
+) -> TokenTree:
+    """The `frontier.budget` most likely of the nodes that a search weighs."""
+    pool = weighed(frontier, read, width, deepest, sure)
     return frontier.sampler.ops.run(TokenTree.likeliest, *pool, frontier.budget + 1, deepest)

@@ -1,255 +1,125 @@
-"""Checkpoints of draft heads: folders written here, and those of other engines.
+"""The one way from a folder or file to a drafter: which format it is in, and what it is for.
 
-How many heads and layers there are is read off the tensors: the settings of published heads are
-known to be wrong. Of a merged model only the heads' tensors are read.
+A module of this package that declares `FORMATS` is found by itself, so a further format is one
+file. Nothing is loaded to find out the format: settings and names of tensors are enough.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import asdict
+import pkgutil
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
+import draftproof.drafters as package
+from draftproof.drafters import head_files
+from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
+from draftproof.drafters.checkpoint import METHOD, Checkpoint, Format, target_name
+from draftproof.drafters.head_files import write_head
+from draftproof.errors import DrafterMismatch, DraftproofError, ModelNotFound
 
-from draftproof.drafters import weight_files
-from draftproof.drafters.base import DraftHead, Vocabulary, must_fit, must_hold
-from draftproof.drafters.bigram import MOST, Bigrams
-from draftproof.drafters.medusa import MedusaConfig, MedusaHead
-from draftproof.drafters.redrafter import STEPS, ReDrafterConfig, ReDrafterHead
-from draftproof.drafters.weight_files import CONFIG
-from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound, first_line
+__all__ = ["describe", "formats", "is_head", "load_drafter", "read_head", "recognise", "write_head"]
 
-WEIGHTS = "model.safetensors"
-BLOCK, PROJECTION = r"heads.\1.blocks.\2.\3", r"heads.\1.proj.weight"
-LINEAR, LM_HEAD = r"lm_head.\1.linear.\2", r"lm_head.\1.weight"
-NAMES: dict[str, dict[str, str]] = {
-    "redrafter": {
-        # ours, and the three families of Apple's ml-recurrent-drafter
-        r"input_projs?\.(weight|bias)": r"input_proj.\1",
-        r"rnn_(u\.weight|u\.bias|w\.weight)": r"rnn_\1",
-        r"(?:lm_heads?|0)\.(\d+)\.linear\.(weight|bias)": LINEAR,
-        r"(?:lm_heads?|0)\.(\d+)\.weight": LM_HEAD,
-        r"token_map": "token_map",
-        # the drafter's part of a checkpoint of TensorRT-LLM
-        r"drafter\.(input_proj|rnn_u|rnn_w)\.(weight|bias)": r"\1.\2",
-        r"drafter\.layers\.(\d+)\.linear\.(weight|bias)": LINEAR,
-        r"drafter\.lm_head\.weight": "lm_head.last.weight",
-    },
-    "medusa": {
-        r"heads\.(\d+)\.blocks\.(\d+)\.(weight|bias)": BLOCK,
-        r"heads\.(\d+)\.proj\.weight": PROJECTION,
-        r"(token_map|pairs\.\w+)": r"\1",
-        # vLLM
-        r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)": BLOCK,
-        r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight": PROJECTION,
-        # TensorRT-LLM and NVIDIA ModelOpt, next to the target's tensors
-        r"(?:.+\.)?medusa_heads\.(\d+)\.medusa_layers\.(\d+)\.linear\.(weight|bias)": BLOCK,
-        r"(?:.+\.)?medusa_heads\.(\d+)\.lm_head\.weight": PROJECTION,
-        # FasterDecoding/Medusa and TGI: inside a merged model, or alone
-        r"(?:(?:.+\.)?medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)": BLOCK,
-        r"(?:(?:.+\.)?medusa_head\.)?(\d+)\.\d+\.weight": PROJECTION,
-    },
-}
-"""By kind, patterns of the names of tensors in files, and our name of each."""
-MARKS = {"redrafter": "rnn_w.weight", "medusa": "heads.0.blocks.0.weight"}
-"""A tensor without which there is no head of this kind."""
-
-SUMS = ("rnn", "redrafter_is_rnn")
-"""Settings that say, if false, that a recurrent drafter has no weights for its recurrence."""
+UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
+"""What making a network of senseless settings may raise."""
 
 
-def is_head(folder: str | Path) -> bool:
-    """Whether a folder holds, or says that it holds, a draft head known here. Never raises."""
-    try:
-        folder = Path(folder)
-        config = weight_files.read_settings(folder) if (folder / CONFIG).is_file() else {}
-        return config.get("speculator_type") in NAMES or _recognised(folder) is not None
-    except (ModelNotFound, OSError):
-        return False
+@lru_cache(maxsize=1)
+def formats() -> tuple[Format, ...]:
+    """Every format that is read."""
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    modules = (import_module(f"{package.__name__}.{name}") for name in names)
+    return tuple(one for module in modules for one in getattr(module, "FORMATS", ()))
 
 
-def read_head(folder: str | Path, vocabulary: Vocabulary) -> DraftHead:
-    """The head in a folder, of any method and layout, in the dtype of its file.
+def recognise(path: str | Path) -> tuple[Checkpoint, Format] | None:
+    """A drafter's checkpoint and its format; None for anything else, such as a draft model.
 
-    Raises ModelNotFound if there is none or it cannot be read, DrafterMismatch if it is not for
-    this target.
+    Raises:
+        DrafterMismatch: It says that it is a drafter, of a kind that is not known here.
+        ModelNotFound: Its settings cannot be read.
     """
-    recognised = _recognised(Path(folder))
-    if recognised is None:
-        raise ModelNotFound(f"{folder} holds no draft head known here; give another folder")
-    kind, settings, names, files = recognised
-    weight_files.must_be_possible(settings, f"the {kind} head in {folder}")
-    state = weight_files.read_tensors(names, files)
-    try:
-        if kind == "medusa":
-            return _filled(_medusa(settings, state, vocabulary), state, vocabulary)
-        if any(name.startswith("drafter.") for name in names.values()):     # as that engine runs
-            settings = {"rnn_activation": "none", "skip_u_at_first_step": True, **settings}
-        return _filled(_redrafter(settings, state, vocabulary), state, vocabulary)
-    except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        if isinstance(error, BadInput):
-            raise
-        where, why = Path(folder, CONFIG), first_line(error)
-        raise ModelNotFound(f"the settings in {where} describe no draft head: {why}") from error
-
-
-def write_head(head: DraftHead, folder: str | Path) -> None:
-    """Write a head, but for what it shares with the target, so that `read_head` reads it.
-
-    Overwrites a head of the same kind; raises BadInput for a folder that holds other weights.
-    """
-    folder = Path(folder)
-    files = [file.name for kind in weight_files.weight_files(folder) for file in kind]
-    others = [file for file in files if file != WEIGHTS]
-    if (folder / CONFIG).is_file():
-        settings = weight_files.read_settings(folder)
-        others += [CONFIG] if settings.get("speculator_type") != head.kind else []
-    if others:
-        raise BadInput(
-            f"{folder} holds something else already ({others[0]}); write to a folder of its own"
-        )
-    tensors = {name: tensor for name, tensor in head.state_dict().items()
-               if not name.startswith("projection.")}  # fmt: skip
-    if isinstance(head, MedusaHead) and head.pairs is not None:
-        columns = zip(Bigrams._fields[:4], head.pairs[:4], strict=True)
-        tensors |= {f"pairs.{name}": column for name, column in columns}
-    settings = {"speculator_type": head.kind, **asdict(head.config)}
-    weight_files.write(folder, settings, tensors, WEIGHTS)
-
-
-def _recognised(
-    folder: Path,
-) -> tuple[str, dict[str, Any], dict[str, str], dict[str, Path]] | None:
-    """The kind of head in a folder, its settings, the file's name of each of our tensors, and the
-    file it is in."""
-    if not (folder / CONFIG).is_file():
+    path = Path(path)
+    weights = path.is_file() and path.suffix in (".safetensors", ".pt", ".bin")
+    if not weights and not path.is_dir():
         return None
-    settings = weight_files.read_settings(folder)
-    for files in weight_files.weight_files(folder):
-        where = weight_files.tensor_files(folder, files)
-        for kind, patterns in NAMES.items():
-            matches = ((re.fullmatch(old, name), new, name)
-                       for name in where for old, new in patterns.items())
-            names = {match.expand(new): name for match, new, name in matches if match}
-            sums = kind == "redrafter" and any(settings.get(key) is False for key in SUMS) and names
-            if (sums or MARKS[kind] in names) and settings.get("speculator_type", kind) == kind:
-                return kind, settings, names, where
+    found = Checkpoint(path)
+    if not found.settings and path.is_dir() and not any(path.glob("*.safetensors")):
+        return None
+    known = next((one for one in formats() if one.recognises(found)), None)
+    if known is not None:
+        return found, known
+    if METHOD in found.settings:
+        kinds = ", ".join(dict.fromkeys(one.title for one in formats()))
+        raise DrafterMismatch(
+            f"{path} is a {found.settings[METHOD]!r} drafter of speculators, which is not known "
+            f"here; known are {kinds}"
+        )
+    if weights:
+        raise DrafterMismatch(
+            f"{path} holds no drafter that is known here; give the folder of its config.json"
+        )
     return None
 
 
-def _medusa(
-    settings: dict[str, Any], state: dict[str, Tensor], vocabulary: Vocabulary
-) -> MedusaConfig:
-    """The form of the heads with these tensors."""
-    blocks = [name.split(".") for name in state if ".blocks." in name]  # heads.H.blocks.L.KIND
-    heads, layers = (
-        weight_files.numbered((int(name[place]) for name in blocks), what)
-        for place, what in ((1, "heads"), (3, "heads.0.blocks"))
-    )
-    first = state["heads.0.blocks.0.weight"]
-    if first.dim() != 2:
-        raise DrafterMismatch(
-            f"the first block of the Medusa heads has shape {tuple(first.shape)}, a matrix was "
-            "expected; fetch the heads again"
-        )
-    if float(settings.get("logit_scale") or 1) != 1:
-        raise DrafterMismatch(
-            f"the Medusa heads scale their logits by {settings['logit_scale']}, which is not known "
-            "here; use others"
-        )
-    for head in range(heads):
-        if settings.get("original_lm_head"):
-            state.pop(f"heads.{head}.proj.weight", None)
-        for layer in range(layers):                                     # vLLM's may have none
-            state.setdefault(f"heads.{head}.blocks.{layer}.bias", torch.zeros_like(first[0]))
-    own_projection = state.get("heads.0.proj.weight")
-    form = _form(settings, state, own_projection, vocabulary)
-    return MedusaConfig(num_heads=heads, num_layers=layers, hidden_size=first.shape[1],
-                        share_lm_head=own_projection is None, **form)  # fmt: skip
+def is_head(folder: str | Path) -> bool:
+    """Whether a folder holds, or says that it holds, Medusa or recurrent heads. Never raises."""
+    try:
+        found = recognise(folder)
+    except (DraftproofError, OSError):
+        return False
+    return found is not None and found[1] in head_files.FORMATS
 
 
-def _redrafter(
-    settings: dict[str, Any], state: dict[str, Tensor], vocabulary: Vocabulary
-) -> ReDrafterConfig:
-    """The form of the head with these tensors."""
-    layers = sum(name.endswith(".linear.weight") for name in state)
-    narrow, last = state.get("input_proj.weight"), None
-    shared = bool(settings.get("share_lm_head"))
-    if not shared:
-        last = state.pop("lm_head.last.weight", state.get(f"lm_head.{layers}.weight"))
-        if last is None:
-            raise DrafterMismatch(
-                "the recurrent drafter lacks its projection to the vocabulary; fetch it again"
-            )
-        state[f"lm_head.{layers}.weight"] = last
-    if "rnn_w.weight" not in state:                         # it sums the embeddings
-        settings = {**settings, "rnn_activation": "none"}
-        like = state["input_proj.weight"] if narrow is not None or last is None else last
-        for name in ("rnn_w", "rnn_u"):
-            state[f"{name}.weight"] = torch.eye(like.shape[1] // 2, dtype=like.dtype)
-        state["rnn_u.bias"] = torch.zeros_like(state["rnn_u.weight"][0])
-    form, hidden = _form(settings, state, last, vocabulary), len(state["rnn_w.weight"])
-    return ReDrafterConfig(
-        hidden_size=hidden, exit_dim=2 * hidden if narrow is None else len(narrow),
-        num_layers=layers, share_lm_head=shared,
-        steps=int(settings.get("steps") or settings.get("redrafter_draft_len_per_beam") or STEPS),
-        rnn_activation=str(settings.get("rnn_activation", "silu")),
-        skip_u_at_first_step=bool(settings.get("skip_u_at_first_step")), **form,
-    )  # fmt: skip
+def load_drafter(path: str | Path, target: Vocabulary) -> Drafter:
+    """The drafter in a folder or file, whatever its format; its `description` says what it is.
+
+    Args:
+        path: A folder with config.json and weights, or a file of weights.
+        target: What it is to draft for.
+
+    Raises:
+        ModelNotFound: There is no drafter, or it cannot be read.
+        DrafterMismatch: It is for another target, or something in it is not known here.
+    """
+    found = recognise(path)
+    if found is None:
+        raise ModelNotFound(f"{path} holds no drafter that is known here; give another folder")
+    checkpoint, known = found
+    try:
+        drafter = known.load(checkpoint, target)
+    except DraftproofError:
+        raise
+    except UNREADABLE as error:
+        raise DrafterMismatch(f"{path} cannot be read ({error!r}); fetch it again") from error
+    drafter.description = describe(checkpoint, known, target)
+    return drafter
 
 
-def _form(
-    settings: Mapping[str, Any], state: dict[str, Tensor], own_projection: Tensor | None,
-    vocabulary: Vocabulary,
-) -> dict[str, Any]:
-    """The tokens that a head knows, and whom it was trained for. own: its projection, if any."""
-    ids, known = state.get("token_map"), vocabulary.vocab_size
-    rows = len(own_projection) if own_projection is not None else len(ids) if ids is not None else 0
-    if ids is not None and len(ids) < rows:                 # vLLM's heads may know all, with a map
-        ids = None
-    if ids is not None and (ids.dim() != 1 or not len(ids) or ids.is_floating_point()
-                            or len(torch.unique(ids)) < len(ids)):
-        raise DrafterMismatch(
-            f"the token map of the draft heads is no list of different tokens ({ids.dtype}, shape "
-            f"{tuple(ids.shape)}); fetch the heads again"
-        )
-    if ids is not None and (len(ids) > rows or not 0 <= int(ids.min()) <= int(ids.max()) < known):
-        raise DrafterMismatch(
-            f"the draft heads map {rows} rows to {len(ids)} tokens up to {int(ids.max())}, "
-            f"{vocabulary.name} has {known}; use heads trained for this target"
-        )
-    every = (
-        rows
-        if own_projection is not None and ids is None
-        else int(settings.get("vocab_size") or known)
-    )
-    base = settings.get("base_model") or settings.get("base_model_name_or_path") or ""
-    few = None if ids is None else len(ids)
-    return {"vocab_size": every, "draft_vocab_size": few, "base_model": str(base)}
+def describe(checkpoint: Checkpoint, known: Format, target: Vocabulary) -> str:
+    """What a checkpoint is, as in "DSpark head for Qwen3-4B, block 8"."""
+    settings = checkpoint.settings
+    trained = target_name(settings) or str(target.name).rstrip("/").rpartition("/")[2]
+    size = settings.get("block_size")
+    for key in known.nested:
+        inner = settings.get(key)
+        size = size or (inner.get("block_size") if isinstance(inner, dict) else None)
+    return f"{known.title} for {trained}" + (f", block {size}" if size else "")
 
 
-def _filled(
-    form: MedusaConfig | ReDrafterConfig, state: dict[str, Tensor], vocabulary: Vocabulary
-) -> DraftHead:
-    """The head of this form with these very tensors, and what it shares with the target."""
-    with torch.device("meta"):
-        head = MedusaHead(form) if isinstance(form, MedusaConfig) else ReDrafterHead(form)
-    must_fit(head, vocabulary)
-    wanted = head.state_dict()
-    must_hold(state, wanted, f"the {head.kind} head")
-    head.load_state_dict({name: state[name] for name in wanted}, assign=True)
-    if head.token_map is not None:
-        head.token_map = head.token_map.to(torch.int64)
-        if head.config.share_lm_head:
-            head.limit_vocabulary(head.token_map, vocabulary)
-    if isinstance(head, MedusaHead) and "pairs.tokens" in state:
-        names = [f"pairs.{name}" for name in Bigrams._fields[:4]]
-        if missing := [name for name in names if name not in state]:
-            raise DrafterMismatch(f"the Medusa heads lack {missing[0]}; fetch them again")
-        head.pairs = Bigrams._make([*(state[name] for name in names), MOST])
-        head.pairs.check(vocabulary.vocab_size)
-    return head
+def read_head(folder: str | Path, vocabulary: Vocabulary) -> DraftHead:
+    """The Medusa or recurrent head in a folder, of any layout, in the dtype of its file.
+
+    Args:
+        folder: Where it is.
+        vocabulary: The target.
+
+    Raises:
+        ModelNotFound: There is none, or it cannot be read.
+        DrafterMismatch: It is not for this target.
+    """
+    found = recognise(folder)
+    for kind, known in zip(head_files.NAMES, head_files.FORMATS, strict=True):
+        if found is not None and found[1] is known:
+            return head_files.read(kind, found[0], vocabulary)
+    raise ModelNotFound(f"{folder} holds no draft head known here; give another folder")

@@ -1,62 +1,63 @@
-"""EAGLE-3 (2503.01840): one layer over fused hidden states of three of the target's layers.
+"""EAGLE-3 (2503.01840): one layer over fused hidden states of three of the target's layers; and
+P-EAGLE (2602.01469), which drafts all tokens in one pass.
 
 Published layouts: the original one (`midlayer.*`; also as SGLang's SpecForge, AngelSlim and NVIDIA
 write it) and that of `speculators` (`layers.0.*`). Version 3.1 adds norms before the fusion
 (`norm_before_fc`: one over all, `fc_norm`: one for each) and `norm_output`, which feeds back the
 normed state. Layers are counted as inputs (2 is what the third layer reads), in `eagle_config` as
 outputs, as SpecForge and NVIDIA write it.
+
+P-EAGLE reads mask tokens after the root, each with one learnt feature (`mask_hidden`); every one
+sees the text and the masks before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from draftproof.cache.kv_cache import KVCache
-from draftproof.drafters import published
+from draftproof.core.messages import Frontier
+from draftproof.core.tree import TokenTree
+from draftproof.drafters import checkpoint
 from draftproof.drafters.base import Vocabulary, over_vocabulary
-from draftproof.drafters.features import DEEPEST, Network, PairDrafter
-from draftproof.drafters.published import NUMBER, Published
+from draftproof.drafters.checkpoint import ANY, METHOD, NUMBER, Checkpoint, Described, Format
+from draftproof.drafters.features import DEEPEST, Network, PairDrafter, Reader, fill
+from draftproof.errors import DrafterMismatch
 from draftproof.forward.draft_layers import Mask
 
 LAYERS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 KNOWN: dict[str, Any] = {
     "norm_before_residual": bool, "norm_before_fc": bool, "fc_norm": bool, "norm_output": bool,
-    "logit_scale": NUMBER, "use_aux_hidden_state": bool, LAYERS: list, NESTED: dict,
+    "logit_scale": NUMBER, "use_aux_hidden_state": bool, LAYERS: list,
     # what NVIDIA's eagle_config says of every EAGLE-3 drafter; another value is another network
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
-    "parallel_draft_heads_num_layers": 1,
-    # what the tensors say
-    "draft_vocab_size": int, "target_hidden_size": int, "embed_requires_grad": bool,
+    "parallel_draft_heads_num_layers": 1, "is_causal": True,
+    # what the tensors say, and a setting of training
+    "draft_vocab_size": int, "target_hidden_size": int, "embed_requires_grad": ANY,
 }  # fmt: skip
-
-
-def recognises(settings: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of EAGLE-3."""
-    if "speculators_model_type" in settings:
-        return bool(settings["speculators_model_type"] == "eagle3")
-    named = any("eagle3" in str(name).lower() for name in settings.get("architectures") or ())
-    other = "dflash_config" in settings or "block_size" in settings
-    return named or ("draft_vocab_size" in settings and not other)
+PARALLEL: dict[str, Any] = {**KNOWN, "mask_token_id": int, "pard_token": int, "norm_output": False}
+MASKS = 8
+"""Tokens that P-EAGLE drafts if nobody says."""
 
 
 class Eagle3(Network):
     """The weights, by their names in the `speculators` layout."""
 
-    def __init__(self, drafter: Published, vocabulary: Vocabulary, depth: int) -> None:
-        layers, settings = drafter.layers, drafter.settings
+    def __init__(self, found: Described, vocabulary: Vocabulary) -> None:
+        layers, settings = found.layers, found.settings
         super().__init__(layers, vocabulary)
         self.settings, size = settings, self.width
         fuses = settings["use_aux_hidden_state"] is not False
+        depth = int(vocabulary.model.config.get_text_config().num_hidden_layers)
         numbers = settings[LAYERS] or (2, depth // 2, depth - 3)
-        outputs = LAYERS in (settings[NESTED] or {})
-        read = published.layers_read([number + outputs for number in numbers], depth, drafter.name)
-        self.hidden_layers = read if fuses else (-1,)
+        outputs = LAYERS in (settings.get(NESTED) or {})
+        read = [number + outputs for number in numbers]
+        known = checkpoint.layers_read(read, vocabulary, found.name)
+        self.hidden_layers = known if fuses else (-1,)
         first: Any = self.layers[0]
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(first.self_attn, name)
@@ -64,15 +65,20 @@ class Eagle3(Network):
             setattr(first.self_attn, name, new)
         first.hidden_norm, self.norm = layers.norm(size), layers.norm(size)
         each, count = vocabulary.hidden_size, len(self.hidden_layers)
+        if fuses:
+            found.must_fuse(vocabulary, count)
         self.fc = nn.Linear(count * each, size, bias=False) if fuses else None
         self.input_norm = layers.norm(count * each) if settings["norm_before_fc"] else None
         norms = (layers.norm(each) for _ in range(count))
         self.fc_norm = nn.ModuleList(norms) if settings["fc_norm"] else None
-        self.lm_head = nn.Linear(size, drafter.vocab_size, bias=False)
-        if "embed_tokens.weight" in drafter.tensors:
+        self.lm_head = nn.Linear(size, found.vocab_size, bias=False)
+        if "embed_tokens.weight" in found.tensors:
             self.embed_tokens = nn.Embedding(layers.config.vocab_size, size)
         if not fuses or not hasattr(self, "embed_tokens"):
-            published.must_share(drafter, vocabulary)
+            found.must_read(vocabulary)
+        if "mask_hidden" in found.tensors:
+            shape = found.tensors["mask_hidden"].shape
+            self.mask_hidden = nn.Parameter(torch.empty(shape, dtype=torch.float32))
 
     def fuse(self, hidden: Tensor) -> Tensor:
         if self.fc is None:
@@ -108,13 +114,92 @@ class Eagle3(Network):
         return self.width if number else 2 * self.width
 
 
-def load(folder: Path, vocabulary: Vocabulary, depth: int) -> PairDrafter:
-    """The drafter in a folder, for a target of `depth` layers; raises DrafterMismatch for one that
-    is not for it, or has a setting or a tensor that is not known here."""
-    drafter = published.read(folder, "EAGLE-3", KNOWN, NESTED)
-    mapped = published.token_map(drafter, vocabulary)
+class ParallelEagle(PairDrafter):
+    """P-EAGLE: reads the root and mask tokens in one pass, each of which says a token."""
+
+    network: Eagle3
+
+    def __init__(self, network: Eagle3, mask_token: int, tokens: int) -> None:
+        super().__init__(network, "p-eagle", tokens)
+        self.scratch, self.mask_token = tokens, mask_token
+
+    def reader(self, frontier: Frontier) -> Reader:
+        root, levels = frontier.prefix.root[:, None], min(self.deepest or 1, frontier.budget)
+        masks = torch.full_like(root, self.mask_token).expand(-1, levels - 1)
+        count = len(self.network.hidden_layers)
+        feature = self.network.fuse(self.network.mask_hidden.view(1, 1, count, -1))
+        features = [self.last[: len(root), None], feature.expand(len(root), levels - 1, -1)]
+        tree = TokenTree.chain(torch.cat([root, masks], 1))
+        cache = self.cache.rows(0, len(root))
+        hidden, _ = self._read(cache, torch.cat(features, 1), tree)
+        logits = self.network.logits(hidden)
+
+        def read(tree: TokenTree, first: int) -> Tensor:
+            nodes = tree.tokens.shape[1] - first
+            return logits[:, tree.depth_limit, None].expand(-1, nodes, -1)
+
+        return Reader(read, levels)
+
+
+def _network(form: Format, source: Checkpoint, target: Vocabulary) -> tuple[Eagle3, Described]:
+    found = form.read(source, target)
+    mapped = found.token_map(target)
     with torch.device("meta"):
-        network = Eagle3(drafter, vocabulary, depth)
+        network = Eagle3(found, target)
     network.token_map = mapped
-    published.fill(network, drafter.tensors, vocabulary, drafter.name)
-    return PairDrafter(network, "eagle3", DEEPEST)
+    fill(network, found.tensors, target, found.name)
+    return network, found
+
+
+def load(found: Checkpoint, target: Vocabulary) -> PairDrafter:
+    """The EAGLE-3 drafter in a checkpoint."""
+    network, described = _network(EAGLE3, found, target)
+    return PairDrafter(network, "eagle3", described.tokens or DEEPEST)
+
+
+def load_parallel(found: Checkpoint, target: Vocabulary) -> ParallelEagle:
+    """The P-EAGLE drafter in a checkpoint."""
+    network, described = _network(P_EAGLE, found, target)
+    settings, name = described.settings, described.name
+    given = [settings[key] for key in ("mask_token_id", "pard_token") if settings[key] is not None]
+    if not given or not hasattr(network, "mask_hidden"):
+        raise DrafterMismatch(
+            f"{name} lacks mask_token_id or mask_hidden, which it drafts several tokens at once "
+            "with; fetch it again"
+        )
+    wanted = len(network.hidden_layers) * target.hidden_size
+    if network.mask_hidden.numel() != wanted or network.fc is None:
+        raise DrafterMismatch(
+            f"mask_hidden of {name} has {network.mask_hidden.numel()} numbers, {wanted} were "
+            "expected; use one trained for this target"
+        )
+    table = len(network.embed_tokens.weight) if hasattr(network, "embed_tokens") else 0
+    if not 0 <= given[0] < (table or target.vocab_size):
+        raise DrafterMismatch(
+            f"{name} masks with token {given[0]}, and there are {table or target.vocab_size}; use "
+            "one trained for this target"
+        )
+    return ParallelEagle(network, given[0], described.tokens or MASKS)
+
+
+def is_parallel(found: Checkpoint) -> bool:
+    """Whether a config.json is one of P-EAGLE."""
+    if METHOD in found.settings:
+        return bool(found.settings[METHOD] == "peagle")
+    return any(name.lower().startswith("peagle") for name in found.architectures)
+
+
+def is_eagle3(found: Checkpoint) -> bool:
+    """Whether a config.json is one of EAGLE-3."""
+    settings = found.settings
+    if METHOD in settings:
+        return bool(settings[METHOD] == "eagle3")
+    named = any("eagle3" in name.lower() for name in found.architectures)
+    other = {"dflash_config", "block_size", "speculator_type"} & settings.keys()
+    some = "draft_vocab_size" in settings and not other and not is_parallel(found)
+    return named or some
+
+
+EAGLE3 = Format("EAGLE-3 drafter", is_eagle3, load, KNOWN, nested=(NESTED,))
+P_EAGLE = Format("P-EAGLE drafter", is_parallel, load_parallel, PARALLEL, nested=(NESTED,))
+FORMATS = (EAGLE3, P_EAGLE)

@@ -1,17 +1,18 @@
-"""Drafting with layers and a KV cache of one's own from hidden states of the target: what EAGLE-3,
+"""Drafting with layers and a KV cache of their own from hidden states of the target: what EAGLE-3,
 MTP and DFlash share.
 
 Keys and values of the text are made of what the target made of it; those of drafted tokens are
-never kept. A search weighs nodes by what the network says after them, and the likeliest of all are
-the draft (EAGLE-2, 2406.16858); where tokens are drawn it is a chain.
+never kept. A search weighs nodes by what the network says after them, and the most likely of all
+are the draft (EAGLE-2, 2406.16858); where tokens are drawn it is a chain.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from math import log
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,10 @@ from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters import beams
-from draftproof.drafters.base import Drafter, Vocabulary
+from draftproof.drafters.base import Drafter, Vocabulary, must_hold
+from draftproof.errors import DrafterMismatch
 from draftproof.forward.draft_layers import DraftLayers, masks
+from draftproof.weights.packed_linear import pack_linears
 
 WIDTH, DEEPEST, NODES = 4, 7, 16
 """Nodes that a search reads per level, levels, and draft tokens per round when nobody says."""
@@ -60,6 +63,12 @@ class Network(nn.Module):
             return cast(Tensor, cast(Any, self.embed_tokens)(tokens))
         return self.vocabulary.embed(tokens, raw=True)
 
+    @property
+    def table_size(self) -> int:
+        """Tokens that have an embedding."""
+        own = getattr(self, "embed_tokens", None)
+        return self.vocabulary.vocab_size if own is None else int(own.num_embeddings)
+
     def attention_width(self, number: int) -> int:
         """Numbers that the attention of a layer reads."""
         return self.width
@@ -70,12 +79,23 @@ class Network(nn.Module):
         return self.parts.shapes(self.attention_width)
 
 
+class Reader(NamedTuple):
+    """What says the logits after nodes of a draft, level by level, and how many levels there are.
+
+    sure: estimates the acceptance of what comes next, if the drafter can; see `beams.Sure`.
+    """
+
+    read: beams.Read
+    levels: int
+    sure: beams.Sure | None = None
+
+
 class FeatureDrafter(Drafter):
-    """Drafts with a network: the likeliest nodes of a search, or a chain."""
+    """Drafts with a network: the most likely nodes of a search, or a chain."""
 
     reads_every_state = True
     scratch = 1
-    """Tokens that it reads after a text beyond those of the draft."""
+    """Tokens that it reads behind a text beyond those of the draft."""
 
     def __init__(self, network: Network, name: str, deepest: int) -> None:
         self.network, self.name, self.deepest = network, name, deepest
@@ -97,34 +117,42 @@ class FeatureDrafter(Drafter):
         return self.cache.rows(commit.rows[0], stop), self.network.fuse(commit.hidden)
 
     @abstractmethod
-    def reader(self, frontier: Frontier) -> tuple[beams.Read, int]:
-        """What says the logits after nodes of a draft, level by level, and how many there are."""
+    def reader(self, frontier: Frontier) -> Reader:
+        """What reads the drafts of a round."""
 
     def propose(self, frontier: Frontier) -> TokenTree:
         longest = frontier.prefix.longest
         self.cache.bound(longest if longest is not None else self.cache.capacity - self.scratch)
-        read, levels = self.reader(frontier)
+        reader = self.reader(frontier)
         if frontier.drawn:
-            return self._drawn(frontier, read, levels)
+            return drawn_chain(frontier, reader)
         width = min(WIDTH, frontier.budget, self.network.vocabulary.vocab_size)
-        tree = beams.likeliest(frontier, read, width if frontier.trees else 1, levels)
+        read, levels, sure = reader
+        tree = beams.likeliest(frontier, read, width if frontier.trees else 1, levels, sure)
         return tree if frontier.trees else tree.best_chain()
 
     def select(self, rows: Sequence[int]) -> None:
         self.cache.select(rows)
         self.rows = len(rows)
 
-    def _drawn(self, frontier: Frontier, read: beams.Read, levels: int) -> TokenTree:
-        """A chain of tokens that are drawn in turn, with their probabilities."""
-        sampler, tokens, probs = frontier.sampler, frontier.prefix.root[:, None], list[Tensor]()
-        for place in range(levels):
-            tree = TokenTree.chain(tokens)
-            logits, paths = read(tree, place), Paths(frontier.prefix, tree, place)
-            best, token = sampler.gumbel_logits(logits, paths, Role.DRAFT).max(-1)
-            probs.append(sampler.probs(logits, paths).nan_to_num(0))
-            there = (best > -torch.inf) & (tokens[:, -1:] != ABSENT)
-            tokens = torch.cat([tokens, torch.where(there, token, ABSENT)], 1)
-        return TokenTree.chain(tokens, torch.cat([torch.zeros_like(probs[0]), *probs], 1))
+
+def drawn_chain(frontier: Frontier, reader: Reader) -> TokenTree:
+    """A chain of tokens that are drawn in turn, with their probabilities.
+
+    Whether it goes on is decided before a token is drawn, so what is drawn is never thrown away."""
+    sampler, tokens, probs = frontier.sampler, frontier.prefix.root[:, None], list[Tensor]()
+    path = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+    for place in range(reader.levels):
+        tree = TokenTree.chain(tokens)
+        logits, paths = reader.read(tree, place), Paths(frontier.prefix, tree, place)
+        best, token = sampler.gumbel_logits(logits, paths, Role.DRAFT).max(-1)
+        probs.append(sampler.probs(logits, paths).nan_to_num(0))
+        there = (best > -torch.inf) & (tokens[:, -1:] != ABSENT)
+        if reader.sure is not None:
+            path = path + reader.sure()
+            there = there & (path >= log(beams.LEAST))
+        tokens = torch.cat([tokens, torch.where(there, token, ABSENT)], 1)
+    return TokenTree.chain(tokens, torch.cat([torch.zeros_like(probs[0]), *probs], 1))
 
 
 class PairDrafter(FeatureDrafter):
@@ -147,26 +175,26 @@ class PairDrafter(FeatureDrafter):
         features = torch.cat([last[:, None], features], 1)
         self._read(cache, features[:, :-1], TokenTree.chain(commit.tokens))
         cache.keep(None, commit.count)
-        last.copy_(_at(features, commit.count[:, None])[:, 0])
+        last.copy_(at_places(features, commit.count[:, None])[:, 0])
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self.last[: len(rows)] = self.last[list(rows)]
 
-    def reader(self, frontier: Frontier) -> tuple[beams.Read, int]:
+    def reader(self, frontier: Frontier) -> Reader:
         rows, budget = len(frontier.prefix.root), frontier.budget
         made = list[Tensor]()                                   # features after nodes, by level
 
         def read(tree: TokenTree, first: int) -> Tensor:
             before = self.last[:rows, None]
             if first:
-                before = _at(torch.cat(made, 1), tree.parents[:, first:])
+                before = at_places(torch.cat(made, 1), tree.parents[:, first:])
             hidden, features = self._read(self.cache.rows(0, rows), before, tree, first)
             made.append(features)
             return self.network.logits(hidden)
 
         fits = 1 + budget // min(WIDTH, budget) if frontier.trees and not frontier.drawn else budget
-        return read, min(DEEPEST, budget, fits)
+        return Reader(read, min(self.deepest or DEEPEST, budget, fits))
 
     def _read(
         self, cache: KVCache, features: Tensor, tree: TokenTree, first: int = 0
@@ -175,12 +203,51 @@ class PairDrafter(FeatureDrafter):
         like, nodes = self.network.vocabulary, tree.tokens.shape[1]
         span = cache.write_at(first, nodes)
         positions = (tree.positions(cache.lengths, like.context) - 1).clamp(min=0)[:, first:]
-        tokens = tree.tokens[:, first:].clamp(0, like.vocab_size - 1)
+        tokens = tree.tokens[:, first:].clamp(0, self.network.table_size - 1)
         mask = masks(tree, cache, span, like.dtype, first, hidden=1)
-        outputs: tuple[Tensor, Tensor] = self.network(features, tokens, positions, mask, cache)
-        return outputs
+        found: tuple[Tensor, Tensor] = self.network(features, tokens, positions, mask, cache)
+        return found
 
 
-def _at(states: Tensor, places: Tensor) -> Tensor:
+def at_places(states: Tensor, places: Tensor) -> Tensor:
     """[B, n, H] of states [B, N, H] those at places [B, n]."""
     return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def fill(module: nn.Module, tensors: Mapping[str, Tensor], like: Vocabulary, name: str) -> None:
+    """Load all these tensors, and nothing else, as the target's; refuse what is over or lacking."""
+    wanted = module.state_dict()
+    strange = sorted(tensors.keys() - wanted.keys())
+    if strange:
+        raise DrafterMismatch(
+            f"{name} holds {strange[0]}, which nothing here uses; it would draft worse without it, "
+            "and is not loaded"
+        )
+    must_hold(tensors, wanted, name)
+    with torch.inference_mode(False):
+        state = dict[str, Tensor]()
+        for key, tensor in tensors.items():
+            dtype = like.dtype if tensor.is_floating_point() else tensor.dtype
+            state[key] = tensor.to(like.device, dtype, copy=True)
+        module.load_state_dict(state, assign=True)
+    module.eval().requires_grad_(False)
+    pack_linears(module)
+
+
+def fuse_experts(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
+    """Experts that a checkpoint has one by one as the layer has them, in one tensor."""
+    for key in network.state_dict():
+        at = key.removesuffix("gate_up_proj")
+        if at != key and f"{at}0.gate_proj.weight" in tensors:
+            count = sum(one.startswith(at) and one.endswith("up_proj.weight") for one in tensors)
+            names = [f"{at}{number}.{kind}_proj.weight" for number in range(count)
+                     for kind in ("gate", "up", "down")]
+            missing = [name for name in names if name not in tensors]
+            if missing:
+                raise DrafterMismatch(f"the experts lack {missing[0]}; fetch the model again")
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{at}{n}.{kind}_proj.weight") for n in range(count)])
+                for kind in ("gate", "up", "down")
+            )
+            tensors |= {key: torch.cat([gate, up], 1), f"{at}down_proj": down}
+    return tensors

@@ -1,32 +1,39 @@
-"""Native multi-token prediction: the layer that a model's own checkpoint brings (DeepSeek-V3,
+"""Native multi-token prediction: layers that draft from the target's last state (DeepSeek-V3,
 2412.19437; Qwen3-Next, 3.5 and 3.6; GLM-4.5; MiMo).
 
     x = proj([norm(embedding of t + 1), norm(h_t)]);  h'_t = norm(layer(x));  logits = head(h'_t)
 
 h_t is the target's last state, after its final norm; after a drafted token it is h' of the token
-before: the one layer drafts again and again. Embeddings and head are the target's. The layer is of
-the class of the target's own last one.
+before. One layer drafts again and again; where there are several, layer k drafts token k alone,
+from the states of layer k - 1. Embeddings and head are the target's.
+
+The layers are in the target's own checkpoint, or in a folder or file of their own: quantised and
+converted models have often lost theirs. They are of the class of the target's own layers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from draftproof.cache.kv_cache import KVCache
-from draftproof.drafters import published, weight_files
-from draftproof.drafters.base import Vocabulary
-from draftproof.drafters.features import DEEPEST, Network, PairDrafter
+from draftproof.drafters import checkpoint, weight_files
+from draftproof.drafters.base import Vocabulary, lm_head_rows
+from draftproof.drafters.checkpoint import LAYERS, METHOD, SPECULATORS, Checkpoint, Format
+from draftproof.drafters.features import DEEPEST, Network, PairDrafter, fill, fuse_experts
+from draftproof.drafters.mtp_chain import SeveralLayers
 from draftproof.errors import DrafterMismatch, ModelNotFound
 from draftproof.forward.draft_layers import (
     DraftLayers,
     Mask,
+    base_settings,
     checkpoint_folder,
+    family_settings,
     layer_count,
     layers_like,
     refuse_unknown,
@@ -37,22 +44,24 @@ from draftproof.model.target import Target
 class MTPLayout(NamedTuple):
     """How a family names the tensors, and what it pairs.
 
-    prefix: a pattern of what all names begin with, {L} the number of the model's layers, {N} that
-    of the layer for prediction. names: our names by those after the prefix. layer: what our names
-    begin with that are not among these. hidden_first: the state comes first in what is projected.
-    first_zero: the embedding after the first token is zero.
+    Attributes:
+        prefix: A pattern of what all names begin with; its group, if any, is the layer's number.
+        names: Our names by those after the prefix; other names are those of the decoder layer.
+        counts_on: Numbers go on from those of the model's own layers.
+        hidden_first: The state comes first in what is projected.
+        first_zero: The embedding after the first token is zero.
     """
 
     prefix: str
     names: Mapping[str, str]
-    layer: str = "layers.0."
+    counts_on: bool = False
     hidden_first: bool = False
     first_zero: bool = False
 
 
 TABLES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 SHARED = {"embed_tokens.weight": TABLES, "head.weight": ("lm_head.weight", *TABLES)}
-"""Copies of the model's own, which are read in their place, and what those are called."""
+"""Copies of the model's own, which are read instead, and what those are called."""
 QWEN = {
     "fc.weight": "proj.weight", "pre_fc_norm_embedding.weight": "embed_norm.weight",
     "pre_fc_norm_hidden.weight": "hidden_norm.weight", "norm.weight": "norm.weight",
@@ -66,124 +75,227 @@ MIMO = {
     "input_proj.weight": "proj.weight", "token_layernorm.weight": "embed_norm.weight",
     "hidden_layernorm.weight": "hidden_norm.weight", "final_layernorm.weight": "norm.weight",
 }  # fmt: skip
+BODY = r"(?:model\.)?(?:language_model\.)?"
 LAYOUTS = (
-    MTPLayout(r"(?:model\.)?(?:language_model\.)?mtp\.", QWEN, layer=""),
-    MTPLayout(r"model\.mtp_layers\.{N}\.", MIMO, hidden_first=True, first_zero=True),
-    MTPLayout(r"model\.(?:language_model\.)?layers\.{L}\.", DEEPSEEK),
+    MTPLayout(BODY + r"mtp\.", QWEN),
+    MTPLayout(r"model\.mtp_layers\.(\d+)\.", MIMO, hidden_first=True, first_zero=True),
+    MTPLayout(r"model\.(?:language_model\.)?layers\.(\d+)\.", DEEPSEEK, counts_on=True),
 )
+"""In a model's own checkpoint."""
+ALONE = (
+    MTPLayout(BODY + r"(?:mtp\.)?(?=fc\.|pre_fc_norm_|layers\.\d+\.|norm\.)", QWEN),
+    MTPLayout(r"mtp_layers\.(\d+)\.", MIMO),
+    *LAYOUTS[1:],
+)
+"""In a folder or file of their own; `speculators` has MiMo's names in Qwen's order."""
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 """Settings that say how many layers there are."""
+HARMLESS = {
+    "initializer_range", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id",
+    "tie_word_embeddings", "use_cache", "max_position_embeddings", "num_hidden_layers",
+    "layer_types", "max_window_layers", "full_attention_interval", "head_dtype",
+}  # fmt: skip
+"""Settings in which a head may differ from its target."""
 
 
 class MTP(Network):
-    """The weights, under names of our own."""
+    """The weights, under names of our own.
+
+    Attributes:
+        ends: Of each layer, or of all: the norms and the projection around it.
+    """
 
     hidden_layers = (-1,)
 
-    def __init__(self, layers: DraftLayers, vocabulary: Vocabulary, layout: MTPLayout) -> None:
+    def __init__(
+        self, layers: DraftLayers, vocabulary: Vocabulary, layout: MTPLayout, ends: int
+    ) -> None:
         super().__init__(layers, vocabulary)
         self.layout = layout
-        self.embed_norm, self.hidden_norm, self.norm = (layers.norm(self.width) for _ in range(3))
-        self.proj = nn.Linear(2 * self.width, self.width, bias=False)
+        self.ends = nn.ModuleList(_Ends(layers, self.width) for _ in range(ends))
 
     def fuse(self, hidden: Tensor) -> Tensor:
         return hidden[..., 0, :]
 
     def forward(
-        self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Mask, cache: KVCache
+        self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Mask, cache: KVCache,
+        number: int = 0
     ) -> tuple[Tensor, Tensor]:
         embedded = self.vocabulary.embed(tokens)
+        ends = cast(Any, self.ends[min(number, len(self.ends) - 1)])
         if self.layout.first_zero:
             embedded = embedded * (positions > 0)[..., None]
-        both = [self.embed_norm(embedded), self.hidden_norm(features)]
-        inputs = self.proj(torch.cat(both[::-1] if self.layout.hidden_first else both, -1))
+        both = [ends.embed_norm(embedded), ends.hidden_norm(features)]
+        inputs = ends.proj(torch.cat(both[::-1] if self.layout.hidden_first else both, -1))
         angles = self.parts.angles(inputs, positions)
-        out = self.norm(self.parts.run(0, inputs, angles, mask, cache))
+        out = ends.norm(self.parts.run(number, inputs, angles, mask, cache))
         return out, out
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.vocabulary.unembed(hidden)
 
 
-def load(target: Target) -> PairDrafter:
-    """The drafter in a target's own checkpoint; raises ModelNotFound if there is none,
-    DrafterMismatch for one that is not fully known here."""
-    folder, depth = checkpoint_folder(target.model), layer_count(target.model)
-    files, name = weight_files.all_files(folder), f"the multi-token prediction of {target.name}"
-    layouts = ((layout, _named(layout, files, depth)) for layout in LAYOUTS)
-    layout, names = next((candidate for candidate in layouts if candidate[1]), (LAYOUTS[0], {}))
+class _Ends(nn.Module):
+    """What is around a layer: norms of what it pairs, their projection, and the norm after it."""
+
+    def __init__(self, layers: DraftLayers, width: int) -> None:
+        super().__init__()
+        self.embed_norm, self.hidden_norm, self.norm = (layers.norm(width) for _ in range(3))
+        self.proj = nn.Linear(2 * width, width, bias=False)
+
+
+def load(target: Target) -> PairDrafter | SeveralLayers:
+    """The drafter in a target's own checkpoint.
+
+    Raises:
+        ModelNotFound: There is none.
+        DrafterMismatch: It is not fully known here.
+    """
+    folder, name = checkpoint_folder(target.model), f"the multi-token prediction of {target.name}"
+    files, depth = weight_files.all_files(folder), layer_count(target.model)
+    found = ((layout, _named(layout, files, depth)) for layout in LAYOUTS)
+    layout, names = next((pair for pair in found if pair[1]), (LAYOUTS[0], {}))
     if not names:
         raise ModelNotFound(
             f"{target.name} has no layers for multi-token prediction that are known here; name "
-            "another drafter"
+            "another drafter, or the folder that holds them"
         )
-    beyond = "{" in layout.prefix and any(
-        _named(layout, files, depth, number) for number in range(1, 8)
-    )
-    _check(weight_files.read_settings(folder), beyond, name)
-    names = _without_copies(names, files, name)
+    settings = weight_files.read_settings(folder)
+    settings = {**settings, **(settings.get("text_config") or {})}
+    own = {key: value for key, value in settings.items() if "mtp" in key}
+    refuse_unknown(own, COUNTS, name)
+    return _made(layout, names, files, settings, target, name)
+
+
+def load_alone(found: Checkpoint, target: Vocabulary) -> PairDrafter | SeveralLayers:
+    """The drafter in a folder or file of its own.
+
+    Raises:
+        DrafterMismatch: It is for another target, or not fully known here.
+    """
+    name, depth = f"the {ALONE_FORMAT.title} {found.path.name}", layer_count(target.model)
+    settings = found.settings if _is_head(found.settings) else {}
+    checkpoint.must_be_for(settings, target, name)
+    weight_files.must_be_possible(settings, name)
+    _must_describe(settings, target, name)
+    pairs = ((layout, _named(layout, found.files, depth)) for layout in ALONE)
+    layout, names = next((pair for pair in pairs if pair[1]), (ALONE[0], {}))
+    strange = sorted({*found.files} - {*names.values()})
+    if not names or strange:
+        raise DrafterMismatch(
+            f"{name} holds {strange[0] if strange else 'nothing'}, which nothing here uses; it "
+            "would draft worse without it, and is not loaded"
+        )
+    flat = {**settings, **(settings.get(LAYERS) or {}), **(settings.get("text_config") or {})}
+    return _made(layout, names, found.files, flat, target, name)
+
+
+def _made(
+    layout: MTPLayout, names: dict[str, str], files: Mapping[str, Path], settings: dict[str, Any],
+    target: Vocabulary, name: str
+) -> PairDrafter | SeveralLayers:
+    """The drafter of these tensors; `names`: the files' name of each, by ours."""
+    count = weight_files.numbered(_numbers(names, "layers."), "layers")
+    stated = next((settings[key] for key in COUNTS if settings.get(key) is not None), count)
+    if stated != count:
+        raise DrafterMismatch(
+            f"{name} states {stated} layers, and there are {count}; the file is incomplete, fetch "
+            "it again"
+        )
+    ends = weight_files.numbered(_numbers(names, "ends."), "ends")
+    if ends not in (1, count):
+        raise DrafterMismatch(f"{name} has {count} layers and {ends} projections; fetch it again")
+    names = _without_copies(names, files, target, name)
     with torch.device("meta"):
-        network = MTP(layers_like(target.model, 1), target, layout)
+        network = MTP(layers_like(target.model, count), target, layout, ends)
     tensors = weight_files.read_tensors(names, files)
-    published.fill(network, _experts(tensors, network), target, name)
-    return PairDrafter(network, "mtp", DEEPEST)
+    fill(network, fuse_experts(tensors, network), target, name)
+    steps = settings.get("block_size") or checkpoint.proposed_tokens(settings, name)
+    if count > 1:
+        return SeveralLayers(network, "mtp", min(count, steps or count))
+    return PairDrafter(network, "mtp", steps or DEEPEST)
 
 
-def _named(
-    layout: MTPLayout, files: Mapping[str, Path], depth: int, number: int = 0
-) -> dict[str, str]:
-    """By our name of a tensor, its name in the files; none if they have another layout. number: of
-    the layer, where prefixes say one."""
-    pattern = layout.prefix.replace("{L}", str(depth + number)).replace("{N}", str(number))
-    prefix, names = re.compile(pattern), dict[str, str]()
+def _numbers(names: Iterable[str], prefix: str) -> list[int]:
+    return [int(name.split(".")[1]) for name in names if name.startswith(prefix)]
+
+
+def _named(layout: MTPLayout, files: Iterable[str], depth: int) -> dict[str, str]:
+    """By our name of a tensor, its name in the files; none if they have another layout."""
+    prefix, found = re.compile(layout.prefix), dict[str, str]()
     for name in files:
-        if match := prefix.match(name):
-            rest = name[match.end() :]
-            names[layout.names.get(rest, layout.layer + rest)] = name
-    return names
+        if not (match := prefix.match(name)):
+            continue
+        rest = name[match.end() :]
+        number = int(match[1]) - depth * layout.counts_on if prefix.groups else 0
+        if number < 0:
+            continue
+        if rest in layout.names:
+            ours = f"ends.{number}.{layout.names[rest]}"
+        else:
+            ours = f"layers.{number}.{rest}" if prefix.groups else rest
+        found[ours] = name
+    return found if any(re.fullmatch(r"ends\.\d+\.proj\.weight", name) for name in found) else {}
 
 
 def _without_copies(
-    names: Mapping[str, str], files: Mapping[str, Path], name: str
+    names: Mapping[str, str], files: Mapping[str, Path], target: Vocabulary, name: str
 ) -> dict[str, str]:
     """Names but of tables that are copies of the model's own; refuses others."""
-    for key in names.keys() & SHARED.keys():
-        table = next((name for name in SHARED[key] if name in files), None)
-        tensors = weight_files.read_tensors({"": table, key: names[key]}, files) if table else {}
-        if not table or not torch.equal(tensors[""], tensors[key]):
+    shared = {ours: key for ours in names for key in SHARED
+              if ours.startswith("ends.") and ours.endswith(key)}  # fmt: skip
+    for ours, key in shared.items():
+        table = next((one for one in SHARED[key] if one in files), None)
+        read = {"own": names[ours]} | ({"model": table} if table else {})
+        tensors = weight_files.read_tensors(read, files)
+        own = tensors["own"]
+        if table is not None:
+            same = torch.equal(tensors["model"], own)
+        else:
+            rows = torch.linspace(0, min(len(own), target.vocab_size) - 1, 64,
+                                  dtype=torch.float64).long()  # fmt: skip
+            here = rows.to(target.device)
+            model = (target.embed(here, raw=True) if key.startswith("embed")
+                     else lm_head_rows(target, here, own).weight)
+            same = torch.allclose(model.cpu().float(), own[rows].float(), rtol=0.02, atol=1e-3)
+        if not same:
             raise DrafterMismatch(
                 f"{name} has {key} of its own, which differs from the model's; it is not loaded"
             )
-    return {ours: theirs for ours, theirs in names.items() if ours not in SHARED}
+    return {ours: theirs for ours, theirs in names.items() if ours not in shared}
 
 
-def _check(settings: dict[str, Any], several: bool, name: str) -> None:
-    """Refuse several layers, and settings that are not known."""
-    settings = {**settings, **(settings.get("text_config") or {})}
-    count = next((settings[key] for key in COUNTS if settings.get(key) is not None), 1)
-    if several or count != 1:
-        raise DrafterMismatch(
-            f"{name} has {count if count != 1 else 'several'} layers, of which each drafts one "
-            "token further; one layer is run here, name another drafter"
-        )
-    counts = {key: value for key, value in settings.items() if "mtp" in key and value}
-    refuse_unknown(counts, COUNTS, name)
+def _must_describe(settings: Mapping[str, Any], target: Vocabulary, name: str) -> None:
+    """Refuse settings that are not known, or that are not the target's."""
+    own = {"block_size", *COUNTS, LAYERS, "text_config", METHOD, *SPECULATORS, *base_settings()}
+    model = family_settings(target.model)
+    for part in (settings, settings.get(LAYERS) or {}, settings.get("text_config") or {}):
+        stated = {key: value for key, value in part.items() if key not in {*own, *HARMLESS}}
+        refuse_unknown({key: value for key, value in stated.items() if key not in model}, (), name)
+        here = family_settings(target.model, {key: stated[key] for key in stated if key in model})
+        for key in stated.keys() & model.keys():
+            if here[key] != model[key]:
+                raise DrafterMismatch(
+                    f"{name} has {key} = {stated[key]!r:.60}, {target.name} has "
+                    f"{model[key]!r:.60}; use one trained for this target"
+                )
 
 
-def _experts(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Experts that a checkpoint has one by one as the layer has them, in one tensor."""
-    for key in network.state_dict():
-        at = key.removesuffix("gate_up_proj")
-        if at != key and f"{at}0.gate_proj.weight" in tensors:
-            count = sum(name.startswith(at) and name.endswith("up_proj.weight") for name in tensors)
-            names = [f"{at}{number}.{kind}_proj.weight" for number in range(count)
-                     for kind in ("gate", "up", "down")]
-            missing = [name for name in names if name not in tensors]
-            if missing:
-                raise DrafterMismatch(f"the experts lack {missing[0]}; fetch the model again")
-            gate, up, down = (
-                torch.stack([tensors.pop(f"{at}{n}.{kind}_proj.weight") for n in range(count)])
-                for kind in ("gate", "up", "down")
-            )
-            tensors |= {key: torch.cat([gate, up], 1), f"{at}down_proj": down}
-    return tensors
+def _is_head(settings: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a head alone."""
+    if METHOD in settings:
+        return bool(settings[METHOD] == "mtp")
+    return str(settings.get("model_type", "")).endswith("_mtp")
+
+
+def _is_alone(found: Checkpoint) -> bool:
+    if _is_head(found.settings):
+        return True
+    if METHOD in found.settings or (found.settings and not found.path.is_file()):
+        return False
+    names = [*found.files]
+    return bool(names) and all(re.match(BODY + r"mtp(_layers)?\.", name) for name in names)
+
+
+ALONE_FORMAT = Format("MTP head", _is_alone, load_alone)
+FORMATS = (ALONE_FORMAT,)

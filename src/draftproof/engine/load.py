@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard, Unpack, cast
 
 from draftproof.core.progress import doing
 from draftproof.core.tree import TreeShape
-from draftproof.drafters import dflash, eagle3, mtp, weight_files
+from draftproof.drafters import mtp
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.checkpoints import is_head, read_head
+from draftproof.drafters.checkpoints import is_head, load_drafter, read_head, recognise
 from draftproof.drafters.draft_model import SELF, DraftModel, SelfDraft, self_draft_options
 from draftproof.drafters.draft_other_tokenizer import OtherTokenizer
+from draftproof.drafters.draft_parallel import ParallelDraft
 from draftproof.drafters.draft_vocabulary import SharedVocabulary
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
@@ -39,12 +40,10 @@ from draftproof.engine.wrappers import SourceText
 from draftproof.errors import (
     BadInput,
     DrafterMismatch,
-    DraftproofError,
     ModelNotFound,
     UnsupportedModel,
     reject_unknown_options,
 )
-from draftproof.forward.draft_layers import layer_count
 from draftproof.gguf.file import GGUFFile
 from draftproof.model import loading, variants
 from draftproof.model.names import is_import
@@ -59,10 +58,6 @@ if TYPE_CHECKING:
     from draftproof.model.loading import PreTrainedModel
 
 log = logging.getLogger("draftproof")
-
-PUBLISHED = (eagle3, dflash)
-"""Drafters that come in folders of their own: which one, its config.json says."""
-
 
 def load(model: str | Path | PreTrainedModel, **options: Unpack[LoadOptions]) -> Engine:
     """Load a model and what drafts for it.
@@ -194,25 +189,21 @@ def _drafter(config: EngineConfig, target: Target, codec: Codec | None) -> Draft
 
 
 def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
-    """A drafter by its name, by the folder of its heads, or several, merged."""
+    """A drafter by its name, by the folder or file that it is in, or several, merged."""
     if name in DRAFTERS:
         return DRAFTERS[name]()
     if name in HEADS or is_head(loading.resolve(name)):
         return _heads(name, target, tree)
     if is_import(name) and not Path(name).exists():
         return imported(name, target)
-    kind = _published(name)
-    if tree is not None and (name == NATIVE or kind is not None):
+    published = recognise(name) is not None
+    if tree is not None and (name == NATIVE or published):
         raise BadInput(f"a draft tree was given, and {name} shapes its own; leave it out")
     if name == NATIVE:
         return mtp.load(target)
-    if kind is not None:
-        try:
-            drafter: Drafter = kind.load(Path(name), target, layer_count(target.model))
-        except DraftproofError:
-            raise
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise DrafterMismatch(f"{name} cannot be read ({error!r}); fetch it again") from error
+    if published:
+        drafter = load_drafter(name, target)
+        log.warning("note: drafting with the %s", drafter.description)
         return drafter
     if "+" in name:
         parts = name.split("+")
@@ -280,6 +271,13 @@ def _draft_model(
         log.warning("note: the draft model %s has another tokenizer; %d tokens of the two are "
                     "shared, and drafted", draft_codec.name, shared.count)
         return OtherTokenizer(reader, shared.to(target.device), _shape(config.tree))
+    mask = getattr(draft.config, "pard_token", None)
+    if mask is not None and not reader.encodes:
+        if config.tree is not None:
+            why = f"a draft tree was given, and {reader.name} shapes its own; leave it out"
+            raise BadInput(why)
+        log.warning("note: drafting with the PARD model %s, mask token %s", reader.name, mask)
+        return ParallelDraft(reader, target.vocab_size, int(mask), target.reads_trees)
     return DraftModel(reader, target.vocab_size, _shape(config.tree))
 
 
@@ -308,27 +306,12 @@ def _shape(tree: TreeShape | str | None) -> TreeShape | None:
     return TreeShape(CHOICES[tree]) if isinstance(tree, str) else tree
 
 
-def _published(name: str) -> Any:
-    """The module that reads a folder of a published drafter; None if it is none."""
-    if not Path(name, "config.json").is_file():
-        return None
-    settings = weight_files.read_settings(Path(name))
-    published = next((kind for kind in PUBLISHED if kind.recognises(settings)), None)
-    if published is None and "speculators_model_type" in settings:
-        raise BadInput(
-            f"{name} is a {settings['speculators_model_type']!r} drafter of speculators, which is "
-            "not known here; give one of eagle3 or dflash"
-        )
-    return published
-
-
 def _is_model(drafter: object) -> TypeGuard[str | Path]:
     """Whether a drafter is the name of a draft model."""
     if not isinstance(drafter, (str, Path)) or str(drafter) in HEADS:
         return False
     folder = loading.resolve(drafter)
-    named = Path(folder, "config.json").is_file() and not is_head(folder)
-    named = named and _published(folder) is None
+    named = Path(folder, "config.json").is_file() and recognise(folder) is None
     return folder.lower().endswith(".gguf") or named
 
 

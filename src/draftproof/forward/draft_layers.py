@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -139,21 +139,40 @@ def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> Dr
     return DraftLayers(config, body.layers, rotary)
 
 
+def base_settings() -> set[str]:
+    """Settings that any configuration of transformers may have, and that describe no layer."""
+    from transformers import PreTrainedConfig
+
+    return {field.name for field in dataclasses.fields(PreTrainedConfig)}
+
+
 def refuse_unknown(settings: dict[str, Any], known: Collection[str], name: str) -> None:
-    """Refuse settings that nobody reads, unless they are empty."""
-    strange = [key for key, value in settings.items() if key not in known and value is not None]
-    if strange:
-        raise DrafterMismatch(
-            f"{name} has the setting {strange[0]} = {settings[strange[0]]!r:.60}, which is not "
-            "known here; it would draft worse without it, and is not loaded"
-        )
+    """Refuse settings that nobody reads, unless their value means that something is off."""
+    for key, value in settings.items():
+        off = value is None or value in (False, 0, "", [], {})
+        if key not in known and not off:
+            refuse_setting(key, value, name)
 
 
-def layers_like(model: PreTrainedModel, count: int) -> DraftLayers:
-    """So many layers of the class of a model's last one, with full attention, as its multi-token
-    prediction has them."""
-    body: Any = model.get_decoder()
-    config = copy.deepcopy(body.config)
+def refuse_setting(key: str, value: Any, name: str) -> NoReturn:
+    """Refuse a drafter that asks for what is not implemented here."""
+    raise DrafterMismatch(
+        f"{name} has the setting {key} = {value!r:.60}, which is not known here; it would draft "
+        "worse without it, and is not loaded"
+    )
+
+
+def layers_like(model: Any, count: int) -> DraftLayers:
+    """Layers of the class of a model's last one, with full attention, as its multi-token prediction
+    has them.
+
+    Args:
+        model: A transformers module, or a native model, whose configuration then says the class.
+        count: How many.
+    """
+    module = hasattr(model, "get_decoder")
+    body: Any = model.get_decoder() if module else None
+    config = copy.deepcopy(body.config) if module else _config_of(model.config.settings)
     config.num_hidden_layers = count
     for name, value in (
         ("layer_types", ["full_attention"] * count), ("first_k_dense_replace", 0),
@@ -162,10 +181,57 @@ def layers_like(model: PreTrainedModel, count: int) -> DraftLayers:
         if getattr(config, name, None) is not None:
             setattr(config, name, value if value is not None else ["sparse"] * count)
     config._attn_implementation = "sdpa"
-    kind = type(body.layers[-1])
+    if module:
+        kind = type(body.layers[-1])
+        with torch.device("meta"):
+            layers = [kind(config, number) for number in range(count)]
+        return DraftLayers(config, layers, body.rotary_emb)
+    from transformers import AutoModel
+
     with torch.device("meta"):
-        layers = [kind(config, number) for number in range(count)]
-    return DraftLayers(config, layers, body.rotary_emb)
+        body = AutoModel.from_config(config)
+    return DraftLayers(config, body.layers, type(body.rotary_emb)(config))
+
+
+def family_settings(model: Any, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Every setting of a model's configuration, those at their defaults too.
+
+    Args:
+        model: A transformers module or a native model.
+        changed: What the configuration has instead.
+    """
+    native = hasattr(model.config, "settings")
+    own: Any = _config_of(model.config.settings) if native else model.config.get_text_config()
+    found = dict(own.to_dict())
+    if not changed:
+        return found
+    return dict(type(own)(**{**found, **changed}).to_dict())
+
+
+def _config_of(settings: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    rest = {key: value for key, value in settings.items() if key != "model_type"}
+    return AutoConfig.for_model(str(settings.get("model_type", "llama")), **rest)
+
+
+def sparse_mlp(config: Any, settings: Mapping[str, Any]) -> nn.Module:
+    """A mixture of experts with one that is always used, as Qwen3-Next has it, without weights.
+
+    Args:
+        config: Of the layers it stands in.
+        settings: `num_experts`, `num_experts_per_tok`, `moe_intermediate_size`,
+            `shared_expert_intermediate_size` and `norm_topk_prob`.
+    """
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
+
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size",
+             "shared_expert_intermediate_size", "norm_topk_prob")  # fmt: skip
+    stated = {name: settings[name] for name in names if settings.get(name) is not None}
+    own = Qwen3NextConfig(hidden_size=config.hidden_size, hidden_act=config.hidden_act, **stated)
+    with torch.device("meta"):
+        return cast(nn.Module, Qwen3NextSparseMoeBlock(own))
 
 
 def layer_count(model: PreTrainedModel) -> int:
