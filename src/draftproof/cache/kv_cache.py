@@ -113,6 +113,10 @@ class KVCache:
         self._reach.read = nodes
         return min(-(-(self._reach.longest + nodes) // SPAN) * SPAN, self.capacity)
 
+    def filled_span(self) -> int:
+        """How many slots hold all committed tokens of any row."""
+        return min(max(SPAN, -(-self._reach.longest // SPAN) * SPAN), self.capacity)
+
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit: move scratch nodes `nodes` [B, D] to the front of the scratch and add `count` [B]
         to the lengths.

@@ -76,6 +76,10 @@ class KVLayer:
             write(store, self.slots, states)
         return self.keys[:, :, : self.span], self.values[:, :, : self.span]
 
+    def visible(self, span: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `span` slots, as they can be multiplied."""
+        return self.keys[:, :, :span], self.values[:, :, :span]
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: storage exists from the start."""
 
@@ -146,7 +150,11 @@ class Int8Layer(KVLayer):
             scaled = (states.to(exact) / scale).clamp_(-self.most, self.most)
             write(codes, self.slots, self._encode(scaled))
             write(scales, self.slots, scale)
-        seen = [(codes[:, :, : self.span], scales[:, :, : self.span]) for codes, scales in pairs]
+        return self.visible(self.span)
+
+    def visible(self, span: int) -> tuple[Tensor, Tensor]:
+        pairs = ((self.keys, self.key_scales), (self.values, self.value_scales))
+        seen = [(codes[:, :, :span], scales[:, :, :span]) for codes, scales in pairs]
         return self._decode(*seen[0]), self._decode(*seen[1])
 
     def _encode(self, scaled: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +86,7 @@ class Frontier:
     floor: a path may end early where it is less likely than this to be accepted; 0: it may not.
     most: how many tokens one row may draft if others draft fewer; 0 if rows share nothing. Of trees
         with `confidence` the likeliest nodes of all rows are read, `budget` for each on average.
+    cache: the target's keys and values of these rows, a `KVCache`; for reading alone.
     """
 
     prefix: Prefix
@@ -95,6 +96,7 @@ class Frontier:
     trees: bool = True
     floor: float = 0.0
     most: int = 0
+    cache: Any = None
 
     @property
     def max_nodes(self) -> int:

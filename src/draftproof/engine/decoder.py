@@ -143,7 +143,8 @@ class Decoder:
         prefix = self.batch.prefix(longest - 1, ahead if deepest is None else min(ahead, deepest))
         floor = self.budget.floor if self.ends_early else 0.0
         trees, drawn = self.target.reads_trees, self.rule.drawn
-        return Frontier(prefix, self.batch.sampler, nodes, drawn, trees, floor, most)
+        view, sampler = self.batch.view, self.batch.sampler
+        return Frontier(prefix, sampler, nodes, drawn, trees, floor, most, view)
 
     def _draft(self, frontier: Frontier) -> TokenTree:
         """The drafter's proposal, of which no more is read than the budget says; checked."""

@@ -1,0 +1,199 @@
+"""The assistant models of Gemma 4 (google/gemma-4-*-assistant): a few layers of queries over the
+target's own keys and values.
+
+A draft costs no reading of the text, since nothing is kept: at the root's position, the embedding
+of the last token and a hidden state become the next token's logits and the next hidden state. The
+position does not change within a draft, nor do the keys that are seen, those of the committed text.
+Sampling is exact: tokens are chosen as any draft's, or drawn from what their logits say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftproof.cache.kv_cache import KVCache
+from draftproof.core.messages import Commit, Frontier
+from draftproof.core.ops import Ops
+from draftproof.core.tree import TokenTree
+from draftproof.drafters import beams, weight_files
+from draftproof.drafters.base import PADDING, Drafter, Vocabulary, over_vocabulary
+from draftproof.drafters.checkpoint import TARGETS, Checkpoint, Format, must_be_for
+from draftproof.drafters.features import (
+    DEEPEST,
+    NODES,
+    WIDTH,
+    Reader,
+    at_places,
+    drawn_chain,
+    fill,
+)
+from draftproof.errors import DrafterMismatch
+from draftproof.forward.assistant_layers import MODEL_TYPES, AssistantLayers
+from draftproof.forward.draft_layers import BENIGN, base_settings, refuse_unknown
+
+KEYS = {r"lm_head\.weight": "lm_head.weight", r".*rotary_emb\..*": ""}
+
+
+class GemmaAssistant(Drafter):
+    """Drafts with an assistant's layers over the target's cache.
+
+    Args:
+        layers: With their weights.
+        target: Whose keys and values are read.
+    """
+
+    name = "gemma-assistant"
+    hidden_layers = (-1,)
+    reads_target_cache = True
+    deepest = DEEPEST
+
+    def __init__(self, layers: AssistantLayers, target: Vocabulary) -> None:
+        self.layers, self.target = layers, target
+        self.default_budget = max(NODES, DEEPEST) if target.reads_trees else DEEPEST
+        self.sources = stored_layers(target)
+        self.hidden = torch.zeros(0, target.hidden_size, dtype=target.dtype)
+
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
+        super().start(rows, capacity, ops)
+        size = (rows, self.target.hidden_size)
+        self.hidden = torch.zeros(size, dtype=self.target.dtype, device=self.target.device)
+
+    def observe(self, commit: Commit) -> None:
+        assert commit.hidden is not None, "it reads the target's last hidden states"
+        last = at_places(commit.hidden[:, :, 0], commit.count[:, None] - 1)
+        self.hidden[commit.rows[0] : commit.rows[-1] + 1] = last[:, 0]
+
+    def select(self, rows: Any) -> None:
+        self.hidden[: len(rows)] = self.hidden[list(rows)]
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        reader = self.reader(frontier)
+        if frontier.drawn:
+            return drawn_chain(frontier, reader)
+        width = min(WIDTH, frontier.budget, self.target.vocab_size) if frontier.trees else 1
+        tree = beams.likeliest(frontier, reader.read, width, reader.levels)
+        return tree if frontier.trees else tree.best_chain()
+
+    def reader(self, frontier: Frontier) -> Reader:
+        """What reads the drafts of a round."""
+        rows, budget = len(frontier.prefix.root), frontier.budget
+        assert frontier.cache is not None, "it reads the target's keys and values"
+        shared, masks = self._shared(frontier.cache)
+        position = frontier.prefix.position[:, None].clamp(max=self.target.context - 1)
+        made = list[Tensor]()
+
+        def read(tree: TokenTree, first: int) -> Tensor:
+            hidden, tokens = self.hidden[:rows, None], tree.tokens[:, first:].clamp(min=0)
+            if first:
+                hidden = at_places(torch.cat(made, 1), tree.parents[:, first:])
+            nodes = tokens.shape[1]
+            seen = {kind: mask.expand(-1, -1, nodes, -1) for kind, mask in masks.items()}
+            states, after = self.layers(
+                self.target.embed(tokens), hidden, position.expand(-1, nodes), shared, seen
+            )
+            made.append(after)
+            return over_vocabulary(self.layers.logits(states), self.target.vocab_size)
+
+        wide = frontier.trees and not frontier.drawn
+        fits = 1 + budget // min(WIDTH, budget) if wide else budget
+        return Reader(read, min(DEEPEST, budget, fits))
+
+    def _shared(
+        self, cache: KVCache
+    ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+        """By kind of attention, keys and values of the committed text, and the mask over them."""
+        span, dtype = cache.filled_span(), self.target.dtype
+        back = cache.lengths[:, None] - torch.arange(span, device=cache.lengths.device)    # [B, S]
+        shared, masks = dict[str, tuple[Tensor, Tensor]](), dict[str, Tensor]()
+        for kind in {*self.layers.kinds}:
+            shared[kind] = cache.layers[self.sources[kind]].visible(span)
+            sees = back > 0
+            if kind == "sliding_attention":                 # as transformers counts its window
+                sees = sees & (back <= self.layers.window + 1)
+            mask = torch.zeros(sees.shape, dtype=dtype, device=sees.device)
+            masks[kind] = mask.masked_fill_(~sees, torch.finfo(dtype).min)[:, None, None]
+        return shared, masks
+
+
+def stored_layers(target: Vocabulary) -> dict[str, int]:
+    """By kind of attention, the last layer of the target that stores keys and values."""
+    config = target.model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    shapes = target.layout.shapes
+    return {kind: number for number, kind in enumerate(kinds)
+            if number < len(shapes) and shapes[number].heads}  # fmt: skip
+
+
+def load(found: Checkpoint, target: Vocabulary) -> GemmaAssistant:
+    """The assistant in a checkpoint.
+
+    Raises:
+        DrafterMismatch: It is for another target, or something in it is not known here.
+    """
+    name, settings = f"the {FORMAT.title} {found.path.name}", found.settings
+    weight_files.must_be_possible(settings, name)
+    must_be_for(settings, target, name)
+    known = {"text_config", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids",
+             "centroid_intermediate_top_k", "tie_word_embeddings", "boi_token_id", "eoi_token_id",
+             "eos_token_id", "bos_token_id", "pad_token_id", *TARGETS, *BENIGN, *base_settings()}
+    refuse_unknown(settings, known, name)
+    with torch.device("meta"):
+        layers = AssistantLayers(settings, name)
+    text = settings.get("text_config") or {}
+    fields = {field.name for field in dataclasses.fields(type(layers.text))}
+    refuse_unknown(text, {*fields, *BENIGN, *base_settings()}, name)
+    _must_fit(layers, target, name)
+    tensors = found.tensors(KEYS)
+    if layers.lm_head is None and "lm_head.weight" in tensors:
+        tied, table = tensors.pop("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+        if table is None or not torch.equal(tied, table):
+            raise DrafterMismatch(
+                f"{name} has an lm_head of its own and states that it is tied to the embeddings; "
+                "fetch it again"
+            )
+    order = tensors.get("masked_embedding.token_ordering")
+    size = layers.vocab_size
+    if order is not None and not torch.equal(order.long().sort().values, torch.arange(size)):
+        raise DrafterMismatch(
+            f"the token_ordering of {name} does not list each of its {size} tokens once; fetch it "
+            "again"
+        )
+    fill(layers, tensors, target, name)
+    layers.model.rotary_emb.to(target.device)
+    return GemmaAssistant(layers, target)
+
+
+def _must_fit(layers: AssistantLayers, target: Vocabulary, name: str) -> None:
+    """Refuse an assistant of another target."""
+    if layers.backbone != target.hidden_size:
+        raise DrafterMismatch(
+            f"{name} reads hidden states of {layers.backbone} numbers, {target.name} has "
+            f"{target.hidden_size}; use the one for this target"
+        )
+    if abs(layers.vocab_size - target.vocab_size) > max(PADDING, target.vocab_size // 100):
+        raise DrafterMismatch(
+            f"{name} has {layers.vocab_size} tokens, {target.name} has {target.vocab_size}; use "
+            "the one for this target"
+        )
+    sources = stored_layers(target)
+    for number, kind in enumerate(layers.kinds):
+        shape = target.layout.shapes[sources[kind]] if kind in sources else None
+        heads = (shape.heads, shape.key_dim) if shape is not None else (0, 0)
+        if heads != layers.shape(number):
+            raise DrafterMismatch(
+                f"{name} attends to {layers.shape(number)[0]} key heads of "
+                f"{layers.shape(number)[1]} numbers in its layer {number} ({kind}), {target.name} "
+                f"stores {heads[0]} of {heads[1]}; use the one for this target"
+            )
+
+
+def _recognises(found: Checkpoint) -> bool:
+    return found.settings.get("model_type") in MODEL_TYPES
+
+
+FORMAT = Format("Gemma 4 assistant", _recognises, load)
+FORMATS = (FORMAT,)
