@@ -62,8 +62,8 @@ def weighed(
         depths = torch.cat([depths, torch.full_like(best.indices, depth)], 1)
         place, above = size + best.indices, best.values
         size, first = size + scores.shape[1], nodes.shape[1] - width
-    found, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
-    return found, origins, scores.exp()
+    drafted_nodes, origins, scores = (torch.cat(part, 1) for part in zip(*pool, strict=True))
+    return drafted_nodes, origins, scores.exp()
 
 
 def calibrated(steps: Tensor, sure: Tensor) -> Tensor:

@@ -75,15 +75,15 @@ class Checkpoint:
 
     def names(self, keys: Mapping[str, str]) -> dict[str, str]:
         """By our name, the file's name of each tensor; refuses two that become one."""
-        found = renamed(self.files, keys)
-        twice = [name for name in self.files if our_name(name, keys) in found
-                 and found[our_name(name, keys)] != name]  # fmt: skip
+        names = renamed(self.files, keys)
+        twice = [name for name in self.files if our_name(name, keys) in names
+                 and names[our_name(name, keys)] != name]  # fmt: skip
         if twice:
             raise DrafterMismatch(
-                f"{self.path.name} holds both {twice[0]} and {found[our_name(twice[0], keys)]}, "
+                f"{self.path.name} holds both {twice[0]} and {names[our_name(twice[0], keys)]}, "
                 "which are the same weights; fetch it again"
             )
-        return found
+        return names
 
     def tensors(self, keys: Mapping[str, str]) -> dict[str, Tensor]:
         """By our name, each tensor."""
@@ -100,9 +100,9 @@ def our_name(name: str, keys: Mapping[str, str]) -> str:
 
 def renamed(names: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
     """By our name, the file's name of each tensor; those whose new name is empty are left out."""
-    found = {our_name(name, keys): name for name in names}
-    found.pop("", None)
-    return found
+    ours = {our_name(name, keys): name for name in names}
+    ours.pop("", None)
+    return ours
 
 
 @dataclass(frozen=True)
@@ -289,8 +289,8 @@ def _must_agree(
 
 def proposed_tokens(settings: Mapping[str, Any], name: str) -> int | None:
     """How many tokens `speculators` says are drafted; refuses acceptance that is not exact."""
-    found = settings.get("speculators_config")
-    methods = found.get("proposal_methods") if isinstance(found, dict) else None
+    config = settings.get("speculators_config")
+    methods = config.get("proposal_methods") if isinstance(config, dict) else None
     count = None
     for method in methods or ():
         loose = method.get("accept_tolerance") or (method.get("verifier_accept_k") or 1) != 1
@@ -309,8 +309,8 @@ def proposed_tokens(settings: Mapping[str, Any], name: str) -> int | None:
 def target_name(settings: Mapping[str, Any]) -> str:
     """The model that a drafter says it was trained for, without its publisher; empty if it does
     not say."""
-    found = settings.get("speculators_config")
-    verifier = found.get("verifier") if isinstance(found, dict) else None
+    config = settings.get("speculators_config")
+    verifier = config.get("verifier") if isinstance(config, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     for key in TARGETS:
         name = name or settings.get(key)
@@ -320,7 +320,7 @@ def target_name(settings: Mapping[str, Any]) -> str:
 def must_be_for(settings: Mapping[str, Any], target: Vocabulary, name: str) -> None:
     """Refuse a drafter trained for a model whose name has another number of parameters."""
     trained, here = target_name(settings), str(target.name).rstrip("/").rpartition("/")[2]
-    sizes = [SIZE.search(one.lower().replace("_", "-")) for one in (trained, here)]
+    sizes = [SIZE.search(name.lower().replace("_", "-")) for name in (trained, here)]
     if sizes[0] and sizes[1] and sizes[0][1] != sizes[1][1]:
         raise DrafterMismatch(
             f"{name} was trained for {trained}, and the target is {here}; use one trained for this "

@@ -29,7 +29,7 @@ def formats() -> tuple[Format, ...]:
     """Every format that is read."""
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     modules = (import_module(f"{package.__name__}.{name}") for name in names)
-    return tuple(one for module in modules for one in getattr(module, "FORMATS", ()))
+    return tuple(layout for module in modules for layout in getattr(module, "FORMATS", ()))
 
 
 def recognise(path: str | Path) -> tuple[Checkpoint, Format] | None:
@@ -43,16 +43,16 @@ def recognise(path: str | Path) -> tuple[Checkpoint, Format] | None:
     weights = path.is_file() and path.suffix in (".safetensors", ".pt", ".bin")
     if not weights and not path.is_dir():
         return None
-    found = Checkpoint(path)
-    if not found.settings and path.is_dir() and not any(path.glob("*.safetensors")):
+    result = Checkpoint(path)
+    if not result.settings and path.is_dir() and not any(path.glob("*.safetensors")):
         return None
-    known = next((one for one in formats() if one.recognises(found)), None)
+    known = next((layout for layout in formats() if layout.recognises(result)), None)
     if known is not None:
-        return found, known
-    if METHOD in found.settings:
-        kinds = ", ".join(dict.fromkeys(one.title for one in formats()))
+        return result, known
+    if METHOD in result.settings:
+        kinds = ", ".join(dict.fromkeys(layout.title for layout in formats()))
         raise DrafterMismatch(
-            f"{path} is a {found.settings[METHOD]!r} drafter of speculators, which is not known "
+            f"{path} is a {result.settings[METHOD]!r} drafter of speculators, which is not known "
             f"here; known are {kinds}"
         )
     if weights:
@@ -65,10 +65,10 @@ def recognise(path: str | Path) -> tuple[Checkpoint, Format] | None:
 def is_head(folder: str | Path) -> bool:
     """Whether a folder holds, or says that it holds, Medusa or recurrent heads. Never raises."""
     try:
-        found = recognise(folder)
+        result = recognise(folder)
     except (DraftproofError, OSError):
         return False
-    return found is not None and found[1] in head_files.FORMATS
+    return result is not None and result[1] in head_files.FORMATS
 
 
 def load_drafter(path: str | Path, target: Vocabulary) -> Drafter:
@@ -82,10 +82,10 @@ def load_drafter(path: str | Path, target: Vocabulary) -> Drafter:
         ModelNotFound: There is no drafter, or it cannot be read.
         DrafterMismatch: It is for another target, or something in it is not known here.
     """
-    found = recognise(path)
-    if found is None:
+    result = recognise(path)
+    if result is None:
         raise ModelNotFound(f"{path} holds no drafter that is known here; give another folder")
-    checkpoint, known = found
+    checkpoint, known = result
     try:
         drafter = known.load(checkpoint, target)
     except DraftproofError:
@@ -118,8 +118,8 @@ def read_head(folder: str | Path, vocabulary: Vocabulary) -> DraftHead:
         ModelNotFound: There is none, or it cannot be read.
         DrafterMismatch: It is not for this target.
     """
-    found = recognise(folder)
+    result = recognise(folder)
     for kind, known in zip(head_files.NAMES, head_files.FORMATS, strict=True):
-        if found is not None and found[1] is known:
-            return head_files.read(kind, found[0], vocabulary)
+        if result is not None and result[1] is known:
+            return head_files.read(kind, result[0], vocabulary)
     raise ModelNotFound(f"{folder} holds no draft head known here; give another folder")

@@ -106,7 +106,7 @@ class DFlash(FeatureDrafter):
         return (lengths[:, None] + places).clamp(max=self.network.vocabulary.context - 1)
 
     def _block(self, root: Tensor) -> Tensor:
-        """[B, block, H] the states of the roots [B, 1] and the masks behind them."""
+        """[B, block, H] the states of the roots [B, 1] and the masks after them."""
         cache, size = self.cache.rows(0, len(root)), self.scratch
         dtype = self.network.vocabulary.dtype
         span = cache.write_at(0, size)
@@ -129,9 +129,9 @@ def block_mask(
     return mask.masked_fill_(~sees, torch.finfo(dtype).min)[:, None]
 
 
-def _must_agree(found: Described) -> None:
+def _must_agree(head: Described) -> None:
     """Refuse settings that contradict each other."""
-    stated, slides = found.settings, any(found.layers.windows)
+    stated, slides = head.settings, any(head.layers.windows)
     pairs = [("causal", stated["causal"], "is_causal", stated["is_causal"]),
              ("use_swa", stated["use_swa"], "sliding layers", slides or None)]  # fmt: skip
     if slides or stated["use_swa"]:
@@ -143,102 +143,102 @@ def _must_agree(found: Described) -> None:
     for key, value, other, against in pairs:
         if value is not None and against is not None and value != against:
             raise DrafterMismatch(
-                f"{found.name} has {key} = {value!r:.60} and {other} = {against!r:.60}, which do "
+                f"{head.name} has {key} = {value!r:.60} and {other} = {against!r:.60}, which do "
                 "not go together; fetch its config.json again"
             )
     choices = {"draft_ffn_type": ("dense", "moe"), "markov_head_type": MARKOV_HEADS}
     for key, known in choices.items():
         if (value := stated.get(key)) is not None and value not in known:
             raise DrafterMismatch(
-                f"{found.name} has {key} = {value!r:.60}; only {', '.join(known)} are known here"
+                f"{head.name} has {key} = {value!r:.60}; only {', '.join(known)} are known here"
             )
     markov, confident = stated.get("markov_rank"), stated.get("enable_confidence_head")
     if confident and not markov and stated.get("confidence_head_with_markov"):
         raise DrafterMismatch(
-            f"{found.name} estimates confidence from a Markov head and has none (markov_rank = "
+            f"{head.name} estimates confidence from a Markov head and has none (markov_rank = "
             f"{markov!r}); fetch its config.json again"
         )
 
 
-def _samples_from_anchor(found: Described, default: bool) -> bool:
+def _samples_from_anchor(head: Described, default: bool) -> bool:
     """Whether the root's own place says the first token: then a block drafts as many tokens as it
     has places, else one fewer. The name of the architecture does not tell."""
-    stated, size = found.settings["sample_from_anchor"], int(found.settings["block_size"])
-    count = found.settings["speculative_tokens"] or found.tokens
+    stated, size = head.settings["sample_from_anchor"], int(head.settings["block_size"])
+    count = head.settings["speculative_tokens"] or head.tokens
     if stated is None:
         return {size: True, size - 1: False}.get(count, default) if count else default
     if count is not None and count > size - (not stated):
         raise DrafterMismatch(
-            f"{found.name} drafts {count} tokens with blocks of {size} and sample_from_anchor = "
+            f"{head.name} drafts {count} tokens with blocks of {size} and sample_from_anchor = "
             f"{stated}; fetch its config.json again"
         )
     return bool(stated)
 
 
 def _load(form: Format, checkpoint: Checkpoint, target: Vocabulary, name: str) -> DFlash:
-    found = form.read(checkpoint, target)
-    settings, tensors = found.settings, found.tensors
-    found.require("block_size", "mask_token_id", OUTPUTS if settings[INPUTS] is None else INPUTS)
+    head = form.read(checkpoint, target)
+    settings, tensors = head.settings, head.tensors
+    head.require("block_size", "mask_token_id", OUTPUTS if settings[INPUTS] is None else INPUTS)
     depth = int(target.model.config.get_text_config().num_hidden_layers)
     if settings["num_target_layers"] not in (None, depth):
         raise DrafterMismatch(
-            f"{found.name} is for a model of {settings['num_target_layers']} layers, {target.name} "
+            f"{head.name} is for a model of {settings['num_target_layers']} layers, {target.name} "
             f"has {depth}; use one trained for this target"
         )
-    _must_agree(found)
-    if not hasattr(cast(Any, found.layers.layers[0]).self_attn, "k_norm"):
-        raise DrafterMismatch(f"{found.name} has layers without norms of heads; it is not loaded")
-    found.must_fuse(target, len(settings[INPUTS] or settings[OUTPUTS]))
-    embedding, mapped = tensors.pop("embedding", None), found.token_map(target)
+    _must_agree(head)
+    if not hasattr(cast(Any, head.layers.layers[0]).self_attn, "k_norm"):
+        raise DrafterMismatch(f"{head.name} has layers without norms of heads; it is not loaded")
+    head.must_fuse(target, len(settings[INPUTS] or settings[OUTPUTS]))
+    embedding, mapped = tensors.pop("embedding", None), head.token_map(target)
     if mapped is not None and ("lm_head.weight" not in tensors or settings["selector_rank"]):
-        raise DrafterMismatch(f"{found.name} maps tokens and has no head for them; fetch it again")
+        raise DrafterMismatch(f"{head.name} maps tokens and has no head for them; fetch it again")
     if (checkpoint.folder / MASK_FILE).is_file():
         embedding = weight_files.read_file(checkpoint.folder / MASK_FILE)["embedding"]
     if embedding is None and settings["mask_token_id"] >= target.vocab_size:
         raise DrafterMismatch(
-            f"{found.name} masks with token {settings['mask_token_id']}, {target.name} has "
+            f"{head.name} masks with token {settings['mask_token_id']}, {target.name} has "
             f"{target.vocab_size}; use one trained for this target"
         )
-    from_anchor = _samples_from_anchor(found, default=name == "dspark")
+    from_anchor = _samples_from_anchor(head, default=name == "dspark")
     with torch.device("meta"):
-        network = DFlashNet(found, target, from_anchor)
+        network = DFlashNet(head, target, from_anchor)
     network.token_map = mapped
     tensors = fuse_experts(tensors, network)
-    fill(network, tensors, target, found.name)
+    fill(network, tensors, target, head.name)
     if embedding is not None:
         network.mask_embedding = embedding.flatten().to(target.device, target.dtype)
-    return DFlash(network, name, settings["speculative_tokens"] or found.tokens)
+    return DFlash(network, name, settings["speculative_tokens"] or head.tokens)
 
 
-def load(found: Checkpoint, target: Vocabulary) -> DFlash:
+def load(source: Checkpoint, target: Vocabulary) -> DFlash:
     """The DFlash drafter in a checkpoint."""
-    return _load(DFLASH, found, target, "dflash")
+    return _load(DFLASH, source, target, "dflash")
 
 
-def load_dspark(found: Checkpoint, target: Vocabulary) -> DFlash:
+def load_dspark(source: Checkpoint, target: Vocabulary) -> DFlash:
     """The DSpark head in a checkpoint."""
-    return _load(SPARK, found, target, "dspark")
+    return _load(SPARK, source, target, "dspark")
 
 
-def is_dspark(found: Checkpoint) -> bool:
+def is_dspark(source: Checkpoint) -> bool:
     """Whether a config.json is one of DSpark."""
-    settings = found.settings
+    settings = source.settings
     if METHOD in settings:
         return bool(settings[METHOD] == "dspark")
     inner = [settings.get(key) or {} for key in NESTED]
     kinds = [part.get("projector_type") for part in (settings, *inner) if isinstance(part, dict)]
-    named = any("DSpark" in name for name in found.architectures)
+    named = any("DSpark" in name for name in source.architectures)
     return named or "dspark_config" in settings or "dspark" in kinds
 
 
-def is_dflash(found: Checkpoint) -> bool:
+def is_dflash(source: Checkpoint) -> bool:
     """Whether a config.json is one of DFlash, of either version."""
-    settings = found.settings
+    settings = source.settings
     if METHOD in settings:
         return settings[METHOD] in ("dflash", "dflash2")
-    if is_dspark(found):
+    if is_dspark(source):
         return False
-    named = any(name.startswith("DFlash") for name in found.architectures)
+    named = any(name.startswith("DFlash") for name in source.architectures)
     return named or any(key in settings for key in NESTED)
 
 

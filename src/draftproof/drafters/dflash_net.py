@@ -33,26 +33,26 @@ class DFlashNet(Network):
 
     mask_embedding: Tensor | None = None
 
-    def __init__(self, found: Described, vocabulary: Vocabulary, from_anchor: bool) -> None:
-        layers, settings = found.layers, found.settings
+    def __init__(self, described: Described, vocabulary: Vocabulary, from_anchor: bool) -> None:
+        layers, settings = described.layers, described.settings
         super().__init__(layers, vocabulary)
         self.settings, size = settings, self.width
         self.first = 0 if from_anchor else 1
         self.places = int(settings["block_size"]) - self.first
         self.mask_token = int(settings["mask_token_id"])
         numbers = settings[INPUTS] or [layer + 1 for layer in settings[OUTPUTS]]
-        self.hidden_layers = checkpoint.layers_read(numbers, vocabulary, found.name)
-        self.causal = _causal(found)
+        self.hidden_layers = checkpoint.layers_read(numbers, vocabulary, described.name)
+        self.causal = _causal(described)
         self.fc = nn.Linear(len(numbers) * vocabulary.hidden_size, size, bias=False)
         self.hidden_norm, self.norm = layers.norm(size), layers.norm(size)
-        if "embed_tokens.weight" in found.tensors:
+        if "embed_tokens.weight" in described.tensors:
             self.embed_tokens = nn.Embedding(layers.config.vocab_size, size)
-        if "lm_head.weight" in found.tensors:
-            self.lm_head = nn.Linear(size, found.vocab_size, bias=False)
+        if "lm_head.weight" in described.tensors:
+            self.lm_head = nn.Linear(size, described.vocab_size, bias=False)
         if not (hasattr(self, "embed_tokens") and hasattr(self, "lm_head")):
-            found.must_read(vocabulary)
+            described.must_read(vocabulary)
         if settings["draft_ffn_type"] == "moe":
-            found.require("num_experts", "num_experts_per_tok", "moe_intermediate_size",
+            described.require("num_experts", "num_experts_per_tok", "moe_intermediate_size",
                           "shared_expert_intermediate_size")
             for layer in self.layers:
                 layer.mlp = sparse_mlp(layers.config, settings)
@@ -62,17 +62,17 @@ class DFlashNet(Network):
             for layer in self.layers:
                 for name in ("attention_conv", "mlp_conv"):
                     setattr(layer, name, Convolution(size, kernel, group))
-            self.candidate_selector = Selector(found.vocab_size, size, rank)
-        self._add_heads(found)
+            self.candidate_selector = Selector(described.vocab_size, size, rank)
+        self._add_heads(described)
 
-    def _add_heads(self, found: Described) -> None:
+    def _add_heads(self, described: Described) -> None:
         """The Markov head and the confidence head of DSpark."""
-        settings, tensors, size = found.settings, found.tensors, self.width
+        settings, tensors, size = described.settings, described.tensors, self.width
         rank, kind = settings.get("markov_rank") or 0, settings.get("markov_head_type")
         self.markov_head = self.confidence_head = None
         if rank:
             tables = [tensors.get(f"markov_head.markov_{name}.weight") for name in ("w1", "w2")]
-            sizes = [found.vocab_size if table is None else len(table) for table in tables]
+            sizes = [described.vocab_size if table is None else len(table) for table in tables]
             self.markov_head = MarkovHead(
                 kind or "vanilla", sizes[0], sizes[1], rank, size,
                 {key.removeprefix("markov_head."): True for key in tensors},
@@ -102,8 +102,8 @@ class DFlashNet(Network):
         mask: by causality, a function of the window."""
         hidden = self.embed(tokens)
         angles = self.parts.angles(hidden, positions)
-        for number, one in enumerate(self.layers):
-            layer, sees = cast(Any, one), mask(self.causal[number])
+        for number, module in enumerate(self.layers):
+            layer, sees = cast(Any, module), mask(self.causal[number])
             attend = partial(self.parts.attend, number, angles=angles, mask=sees, cache=cache)
             for norm, part, convolution in (
                 (layer.input_layernorm, attend, getattr(layer, "attention_conv", None)),
@@ -116,8 +116,8 @@ class DFlashNet(Network):
 
     def scores(self, hidden: Tensor) -> Tensor:
         """[..., D] logits of the head's own tokens, without what the token before adds."""
-        own, settings = hasattr(self, "lm_head"), self.settings
-        logits = self.lm_head(hidden) if own else self.vocabulary.unembed(hidden, raw=True)
+        has_head, settings = hasattr(self, "lm_head"), self.settings
+        logits = self.lm_head(hidden) if has_head else self.vocabulary.unembed(hidden, raw=True)
         for scale in ("output_multiplier", "logit_scale"):
             logits = logits * float(settings[scale] or 1.0)
         if cap := settings["final_logit_softcapping"]:
@@ -165,16 +165,16 @@ class DFlashNet(Network):
         return over_vocabulary(scores, self.vocabulary.vocab_size, self.token_map)
 
 
-def _causal(found: Described) -> list[bool]:
+def _causal(described: Described) -> list[bool]:
     """Of each layer, whether a place of the block sees none after it; the windows are set."""
-    settings, windows = found.settings, found.layers.windows
+    settings, windows = described.settings, described.layers.windows
     apart = settings["sliding_window_non_causal"]
     if apart is None and settings.get(checkpoint.METHOD) == "dflash2":
         apart = True                                            # that version's default
     causal = [window is not None and not apart for window in windows]
     if settings["use_swa"] and not any(windows):
         window = settings["swa_window_size"] or settings.get("sliding_window")
-        found.layers.windows = [window] * len(windows)
+        described.layers.windows = [window] * len(windows)
     for name in ("causal", "is_causal"):
         if settings[name] is not None:
             return [settings[name]] * len(windows)

@@ -47,8 +47,8 @@ MASKS = 8
 class Eagle3(Network):
     """The weights, by their names in the `speculators` layout."""
 
-    def __init__(self, found: Described, vocabulary: Vocabulary) -> None:
-        layers, settings = found.layers, found.settings
+    def __init__(self, described: Described, vocabulary: Vocabulary) -> None:
+        layers, settings = described.layers, described.settings
         super().__init__(layers, vocabulary)
         self.settings, size = settings, self.width
         fuses = settings["use_aux_hidden_state"] is not False
@@ -56,7 +56,7 @@ class Eagle3(Network):
         numbers = settings[LAYERS] or (2, depth // 2, depth - 3)
         outputs = LAYERS in (settings.get(NESTED) or {})
         read = [number + outputs for number in numbers]
-        known = checkpoint.layers_read(read, vocabulary, found.name)
+        known = checkpoint.layers_read(read, vocabulary, described.name)
         self.hidden_layers = known if fuses else (-1,)
         first: Any = self.layers[0]
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -66,18 +66,18 @@ class Eagle3(Network):
         first.hidden_norm, self.norm = layers.norm(size), layers.norm(size)
         each, count = vocabulary.hidden_size, len(self.hidden_layers)
         if fuses:
-            found.must_fuse(vocabulary, count)
+            described.must_fuse(vocabulary, count)
         self.fc = nn.Linear(count * each, size, bias=False) if fuses else None
         self.input_norm = layers.norm(count * each) if settings["norm_before_fc"] else None
         norms = (layers.norm(each) for _ in range(count))
         self.fc_norm = nn.ModuleList(norms) if settings["fc_norm"] else None
-        self.lm_head = nn.Linear(size, found.vocab_size, bias=False)
-        if "embed_tokens.weight" in found.tensors:
+        self.lm_head = nn.Linear(size, described.vocab_size, bias=False)
+        if "embed_tokens.weight" in described.tensors:
             self.embed_tokens = nn.Embedding(layers.config.vocab_size, size)
         if not fuses or not hasattr(self, "embed_tokens"):
-            found.must_read(vocabulary)
-        if "mask_hidden" in found.tensors:
-            shape = found.tensors["mask_hidden"].shape
+            described.must_read(vocabulary)
+        if "mask_hidden" in described.tensors:
+            shape = described.tensors["mask_hidden"].shape
             self.mask_hidden = nn.Parameter(torch.empty(shape, dtype=torch.float32))
 
     def fuse(self, hidden: Tensor) -> Tensor:
@@ -142,27 +142,27 @@ class ParallelEagle(PairDrafter):
 
 
 def _network(form: Format, source: Checkpoint, target: Vocabulary) -> tuple[Eagle3, Described]:
-    found = form.read(source, target)
-    mapped = found.token_map(target)
+    described = form.read(source, target)
+    mapped = described.token_map(target)
     with torch.device("meta"):
-        network = Eagle3(found, target)
+        network = Eagle3(described, target)
     network.token_map = mapped
-    fill(network, found.tensors, target, found.name)
-    return network, found
+    fill(network, described.tensors, target, described.name)
+    return network, described
 
 
-def load(found: Checkpoint, target: Vocabulary) -> PairDrafter:
+def load(source: Checkpoint, target: Vocabulary) -> PairDrafter:
     """The EAGLE-3 drafter in a checkpoint."""
-    network, described = _network(EAGLE3, found, target)
+    network, described = _network(EAGLE3, source, target)
     return PairDrafter(network, "eagle3", described.tokens or DEEPEST)
 
 
-def load_parallel(found: Checkpoint, target: Vocabulary) -> ParallelEagle:
+def load_parallel(source: Checkpoint, target: Vocabulary) -> ParallelEagle:
     """The P-EAGLE drafter in a checkpoint."""
-    network, described = _network(P_EAGLE, found, target)
+    network, described = _network(P_EAGLE, source, target)
     settings, name = described.settings, described.name
-    given = [settings[key] for key in ("mask_token_id", "pard_token") if settings[key] is not None]
-    if not given or not hasattr(network, "mask_hidden"):
+    masks = [settings[key] for key in ("mask_token_id", "pard_token") if settings[key] is not None]
+    if not masks or not hasattr(network, "mask_hidden"):
         raise DrafterMismatch(
             f"{name} lacks mask_token_id or mask_hidden, which it drafts several tokens at once "
             "with; fetch it again"
@@ -174,30 +174,30 @@ def load_parallel(found: Checkpoint, target: Vocabulary) -> ParallelEagle:
             "expected; use one trained for this target"
         )
     table = len(network.embed_tokens.weight) if hasattr(network, "embed_tokens") else 0
-    if not 0 <= given[0] < (table or target.vocab_size):
+    if not 0 <= masks[0] < (table or target.vocab_size):
         raise DrafterMismatch(
-            f"{name} masks with token {given[0]}, and there are {table or target.vocab_size}; use "
+            f"{name} masks with token {masks[0]}, and there are {table or target.vocab_size}; use "
             "one trained for this target"
         )
-    return ParallelEagle(network, given[0], described.tokens or MASKS)
+    return ParallelEagle(network, masks[0], described.tokens or MASKS)
 
 
-def is_parallel(found: Checkpoint) -> bool:
+def is_parallel(source: Checkpoint) -> bool:
     """Whether a config.json is one of P-EAGLE."""
-    if METHOD in found.settings:
-        return bool(found.settings[METHOD] == "peagle")
-    return any(name.lower().startswith("peagle") for name in found.architectures)
+    if METHOD in source.settings:
+        return bool(source.settings[METHOD] == "peagle")
+    return any(name.lower().startswith("peagle") for name in source.architectures)
 
 
-def is_eagle3(found: Checkpoint) -> bool:
+def is_eagle3(source: Checkpoint) -> bool:
     """Whether a config.json is one of EAGLE-3."""
-    settings = found.settings
+    settings = source.settings
     if METHOD in settings:
         return bool(settings[METHOD] == "eagle3")
-    named = any("eagle3" in name.lower() for name in found.architectures)
+    named = any("eagle3" in name.lower() for name in source.architectures)
     other = {"dflash_config", "block_size", "speculator_type"} & settings.keys()
-    some = "draft_vocab_size" in settings and not other and not is_parallel(found)
-    return named or some
+    bare = "draft_vocab_size" in settings and not other and not is_parallel(source)
+    return named or bare
 
 
 EAGLE3 = Format("EAGLE-3 drafter", is_eagle3, load, KNOWN, nested=(NESTED,))

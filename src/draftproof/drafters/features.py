@@ -66,8 +66,8 @@ class Network(nn.Module):
     @property
     def table_size(self) -> int:
         """Tokens that have an embedding."""
-        own = getattr(self, "embed_tokens", None)
-        return self.vocabulary.vocab_size if own is None else int(own.num_embeddings)
+        table = getattr(self, "embed_tokens", None)
+        return self.vocabulary.vocab_size if table is None else int(table.num_embeddings)
 
     def attention_width(self, number: int) -> int:
         """Numbers that the attention of a layer reads."""
@@ -95,7 +95,7 @@ class FeatureDrafter(Drafter):
 
     reads_every_state = True
     scratch = 1
-    """Tokens that it reads behind a text beyond those of the draft."""
+    """Tokens that it reads after a text beyond those of the draft."""
 
     def __init__(self, network: Network, name: str, deepest: int) -> None:
         self.network, self.name, self.deepest = network, name, deepest
@@ -205,8 +205,8 @@ class PairDrafter(FeatureDrafter):
         positions = (tree.positions(cache.lengths, like.context) - 1).clamp(min=0)[:, first:]
         tokens = tree.tokens[:, first:].clamp(0, self.network.table_size - 1)
         mask = masks(tree, cache, span, like.dtype, first, hidden=1)
-        found: tuple[Tensor, Tensor] = self.network(features, tokens, positions, mask, cache)
-        return found
+        made: tuple[Tensor, Tensor] = self.network(features, tokens, positions, mask, cache)
+        return made
 
 
 def at_places(states: Tensor, places: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def fuse_experts(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Te
     for key in network.state_dict():
         at = key.removesuffix("gate_up_proj")
         if at != key and f"{at}0.gate_proj.weight" in tensors:
-            count = sum(one.startswith(at) and one.endswith("up_proj.weight") for one in tensors)
+            count = sum(name.startswith(at) and name.endswith("up_proj.weight") for name in tensors)
             names = [f"{at}{number}.{kind}_proj.weight" for number in range(count)
                      for kind in ("gate", "up", "down")]
             missing = [name for name in names if name not in tensors]

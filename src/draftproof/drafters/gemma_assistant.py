@@ -128,13 +128,13 @@ def stored_layers(target: Vocabulary) -> dict[str, int]:
             if number < len(shapes) and shapes[number].heads}  # fmt: skip
 
 
-def load(found: Checkpoint, target: Vocabulary) -> GemmaAssistant:
+def load(source: Checkpoint, target: Vocabulary) -> GemmaAssistant:
     """The assistant in a checkpoint.
 
     Raises:
         DrafterMismatch: It is for another target, or something in it is not known here.
     """
-    name, settings = f"the {FORMAT.title} {found.path.name}", found.settings
+    name, settings = f"the {FORMAT.title} {source.path.name}", source.settings
     weight_files.must_be_possible(settings, name)
     must_be_for(settings, target, name)
     known = {"text_config", "backbone_hidden_size", "use_ordered_embeddings", "num_centroids",
@@ -147,7 +147,7 @@ def load(found: Checkpoint, target: Vocabulary) -> GemmaAssistant:
     fields = {field.name for field in dataclasses.fields(type(layers.text))}
     refuse_unknown(text, {*fields, *BENIGN, *base_settings()}, name)
     _must_fit(layers, target, name)
-    tensors = found.tensors(KEYS)
+    tensors = source.tensors(KEYS)
     if layers.lm_head is None and "lm_head.weight" in tensors:
         tied, table = tensors.pop("lm_head.weight"), tensors.get("model.embed_tokens.weight")
         if table is None or not torch.equal(tied, table):
@@ -191,8 +191,8 @@ def _must_fit(layers: AssistantLayers, target: Vocabulary, name: str) -> None:
             )
 
 
-def _recognises(found: Checkpoint) -> bool:
-    return found.settings.get("model_type") in MODEL_TYPES
+def _recognises(source: Checkpoint) -> bool:
+    return source.settings.get("model_type") in MODEL_TYPES
 
 
 FORMAT = Format("Gemma 4 assistant", _recognises, load)

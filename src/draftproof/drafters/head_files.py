@@ -65,45 +65,45 @@ SUMS = ("rnn", "redrafter_is_rnn")
 """Settings that say, if false, that a recurrent drafter has no weights for its recurrence."""
 
 
-def _recognises(kind: str, found: Checkpoint) -> bool:
-    if KIND in found.settings:
-        return bool(found.settings[KIND] == kind)
+def _recognises(kind: str, source: Checkpoint) -> bool:
+    if KIND in source.settings:
+        return bool(source.settings[KIND] == kind)
     try:
-        return (found.folder / CONFIG).is_file() and _named(kind, found) is not None
+        return (source.folder / CONFIG).is_file() and _named(kind, source) is not None
     except ModelNotFound:
         return False
 
 
-def _named(kind: str, found: Checkpoint) -> tuple[dict[str, str], dict[str, Path]] | None:
+def _named(kind: str, source: Checkpoint) -> tuple[dict[str, str], dict[str, Path]] | None:
     """The file's name of each of our tensors, and the file of each; None if this is no such head.
 
     A merged model may have them in .safetensors and the heads in a pickle."""
-    if found.path.is_file():
-        kinds = [[found.path]]
+    if source.path.is_file():
+        kinds = [[source.path]]
     else:
-        kinds = list(weight_files.weight_files(found.folder))
+        kinds = list(weight_files.weight_files(source.folder))
     for files in kinds:
-        where = weight_files.tensor_files(found.folder, files)
+        where = weight_files.tensor_files(source.folder, files)
         names = checkpoint.renamed(where, NAMES[kind])
-        sums = kind == "redrafter" and any(found.settings.get(key) is False for key in SUMS)
+        sums = kind == "redrafter" and any(source.settings.get(key) is False for key in SUMS)
         if (sums and names) or MARKS[kind] in names:
             return names, where
     return None
 
 
-def read(kind: str, found: Checkpoint, vocabulary: Vocabulary) -> DraftHead:
+def read(kind: str, source: Checkpoint, vocabulary: Vocabulary) -> DraftHead:
     """The head in a checkpoint, in the dtype of its file.
 
     Raises:
         ModelNotFound: There is none, or it cannot be read.
         DrafterMismatch: It is not for this target.
     """
-    settings = found.settings
-    weight_files.must_be_possible(settings, f"the {kind} head in {found.path}")
-    checkpoint.must_be_for(settings, vocabulary, f"the {kind} head {found.path.name}")
-    known = _named(kind, found)
+    settings = source.settings
+    weight_files.must_be_possible(settings, f"the {kind} head in {source.path}")
+    checkpoint.must_be_for(settings, vocabulary, f"the {kind} head {source.path.name}")
+    known = _named(kind, source)
     if known is None:
-        raise ModelNotFound(f"{found.path} holds no {kind} head known here; give another folder")
+        raise ModelNotFound(f"{source.path} holds no {kind} head known here; give another folder")
     names, files = known
     state = weight_files.read_tensors(names, files)
     try:
@@ -115,7 +115,7 @@ def read(kind: str, found: Checkpoint, vocabulary: Vocabulary) -> DraftHead:
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
         if isinstance(error, BadInput):
             raise
-        where, why = found.folder / CONFIG, first_line(error)
+        where, why = source.folder / CONFIG, first_line(error)
         raise ModelNotFound(f"the settings in {where} describe no draft head: {why}") from error
 
 
@@ -134,7 +134,7 @@ def write_head(head: DraftHead, folder: str | Path) -> None:
         raise BadInput(
             f"{folder} holds something else already ({others[0]}); write to a folder of its own"
         )
-    tensors = {name: one for name, one in head.state_dict().items()
+    tensors = {name: tensor for name, tensor in head.state_dict().items()
                if not name.startswith("projection.")}  # fmt: skip
     if isinstance(head, MedusaHead) and head.pairs is not None:
         columns = zip(Bigrams._fields[:4], head.pairs[:4], strict=True)
@@ -168,10 +168,10 @@ def _medusa(
             state.pop(f"heads.{head}.proj.weight", None)
         for layer in range(layers):                                     # vLLM's may have none
             state.setdefault(f"heads.{head}.blocks.{layer}.bias", torch.zeros_like(first[0]))
-    own = state.get("heads.0.proj.weight")
-    form = _form(settings, state, own, vocabulary)
+    projection = state.get("heads.0.proj.weight")
+    form = _form(settings, state, projection, vocabulary)
     return MedusaConfig(num_heads=heads, num_layers=layers, hidden_size=first.shape[1],
-                        share_lm_head=own is None, **form)  # fmt: skip
+                        share_lm_head=projection is None, **form)  # fmt: skip
 
 
 def _redrafter(
@@ -205,12 +205,12 @@ def _redrafter(
 
 
 def _form(
-    settings: Mapping[str, Any], state: dict[str, Tensor], own: Tensor | None,
+    settings: Mapping[str, Any], state: dict[str, Tensor], projection: Tensor | None,
     vocabulary: Vocabulary,
 ) -> dict[str, Any]:
     """The tokens that a head knows, and whom it was trained for. own: its projection, if any."""
     ids, known = state.get("token_map"), vocabulary.vocab_size
-    rows = len(own) if own is not None else len(ids) if ids is not None else 0
+    rows = len(projection) if projection is not None else len(ids) if ids is not None else 0
     if ids is not None and len(ids) < rows:                 # vLLM's heads may know all, with a map
         ids = None
     if ids is not None and (ids.dim() != 1 or not len(ids) or ids.is_floating_point()
@@ -224,7 +224,8 @@ def _form(
             f"the draft heads map {rows} rows to {len(ids)} tokens up to {int(ids.max())}, "
             f"{vocabulary.name} has {known}; use heads trained for this target"
         )
-    every = rows if own is not None and ids is None else int(settings.get("vocab_size") or known)
+    whole = projection is not None and ids is None
+    every = rows if whole else int(settings.get("vocab_size") or known)
     base = settings.get("base_model") or settings.get("base_model_name_or_path") or ""
     few = None if ids is None else len(ids)
     return {"vocab_size": every, "draft_vocab_size": few, "base_model": str(base)}
@@ -254,11 +255,11 @@ def _filled(
 
 
 def _format(kind: str, title: str) -> Format:
-    def recognises(found: Checkpoint) -> bool:
-        return _recognises(kind, found)
+    def recognises(source: Checkpoint) -> bool:
+        return _recognises(kind, source)
 
-    def load(found: Checkpoint, target: Vocabulary) -> Drafter:
-        return read(kind, found, target).drafter(target)
+    def load(source: Checkpoint, target: Vocabulary) -> Drafter:
+        return read(kind, source, target).drafter(target)
 
     return Format(title, recognises, load, keys=NAMES[kind], shaped=kind == "medusa")
 

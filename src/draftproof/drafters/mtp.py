@@ -153,8 +153,8 @@ def load(target: Target) -> PairDrafter | SeveralLayers:
     """
     folder, name = checkpoint_folder(target.model), f"the multi-token prediction of {target.name}"
     files, depth = weight_files.all_files(folder), layer_count(target.model)
-    found = ((layout, _named(layout, files, depth)) for layout in LAYOUTS)
-    layout, names = next((pair for pair in found if pair[1]), (LAYOUTS[0], {}))
+    pairs = ((layout, _named(layout, files, depth)) for layout in LAYOUTS)
+    layout, names = next((pair for pair in pairs if pair[1]), (LAYOUTS[0], {}))
     if not names:
         raise ModelNotFound(
             f"{target.name} has no layers for multi-token prediction that are known here; name "
@@ -162,32 +162,32 @@ def load(target: Target) -> PairDrafter | SeveralLayers:
         )
     settings = weight_files.read_settings(folder)
     settings = {**settings, **(settings.get("text_config") or {})}
-    own = {key: value for key, value in settings.items() if "mtp" in key}
-    refuse_unknown(own, COUNTS, name)
+    stated = {key: value for key, value in settings.items() if "mtp" in key}
+    refuse_unknown(stated, COUNTS, name)
     return _made(layout, names, files, settings, target, name)
 
 
-def load_alone(found: Checkpoint, target: Vocabulary) -> PairDrafter | SeveralLayers:
+def load_alone(source: Checkpoint, target: Vocabulary) -> PairDrafter | SeveralLayers:
     """The drafter in a folder or file of its own.
 
     Raises:
         DrafterMismatch: It is for another target, or not fully known here.
     """
-    name, depth = f"the {ALONE_FORMAT.title} {found.path.name}", layer_count(target.model)
-    settings = found.settings if _is_head(found.settings) else {}
+    name, depth = f"the {ALONE_FORMAT.title} {source.path.name}", layer_count(target.model)
+    settings = source.settings if _is_head(source.settings) else {}
     checkpoint.must_be_for(settings, target, name)
     weight_files.must_be_possible(settings, name)
     _must_describe(settings, target, name)
-    pairs = ((layout, _named(layout, found.files, depth)) for layout in ALONE)
+    pairs = ((layout, _named(layout, source.files, depth)) for layout in ALONE)
     layout, names = next((pair for pair in pairs if pair[1]), (ALONE[0], {}))
-    strange = sorted({*found.files} - {*names.values()})
+    strange = sorted({*source.files} - {*names.values()})
     if not names or strange:
         raise DrafterMismatch(
             f"{name} holds {strange[0] if strange else 'nothing'}, which nothing here uses; it "
             "would draft worse without it, and is not loaded"
         )
     flat = {**settings, **(settings.get(LAYERS) or {}), **(settings.get("text_config") or {})}
-    return _made(layout, names, found.files, flat, target, name)
+    return _made(layout, names, source.files, flat, target, name)
 
 
 def _made(
@@ -222,7 +222,7 @@ def _numbers(names: Iterable[str], prefix: str) -> list[int]:
 
 def _named(layout: MTPLayout, files: Iterable[str], depth: int) -> dict[str, str]:
     """By our name of a tensor, its name in the files; none if they have another layout."""
-    prefix, found = re.compile(layout.prefix), dict[str, str]()
+    prefix, pairs = re.compile(layout.prefix), dict[str, str]()
     for name in files:
         if not (match := prefix.match(name)):
             continue
@@ -234,8 +234,8 @@ def _named(layout: MTPLayout, files: Iterable[str], depth: int) -> dict[str, str
             ours = f"ends.{number}.{layout.names[rest]}"
         else:
             ours = f"layers.{number}.{rest}" if prefix.groups else rest
-        found[ours] = name
-    return found if any(re.fullmatch(r"ends\.\d+\.proj\.weight", name) for name in found) else {}
+        pairs[ours] = name
+    return pairs if any(re.fullmatch(r"ends\.\d+\.proj\.weight", name) for name in pairs) else {}
 
 
 def _without_copies(
@@ -245,19 +245,19 @@ def _without_copies(
     shared = {ours: key for ours in names for key in SHARED
               if ours.startswith("ends.") and ours.endswith(key)}  # fmt: skip
     for ours, key in shared.items():
-        table = next((one for one in SHARED[key] if one in files), None)
+        table = next((name for name in SHARED[key] if name in files), None)
         read = {"own": names[ours]} | ({"model": table} if table else {})
         tensors = weight_files.read_tensors(read, files)
-        own = tensors["own"]
+        stated = tensors["own"]
         if table is not None:
-            same = torch.equal(tensors["model"], own)
+            same = torch.equal(tensors["model"], stated)
         else:
-            rows = torch.linspace(0, min(len(own), target.vocab_size) - 1, 64,
+            rows = torch.linspace(0, min(len(stated), target.vocab_size) - 1, 64,
                                   dtype=torch.float64).long()  # fmt: skip
             here = rows.to(target.device)
             model = (target.embed(here, raw=True) if key.startswith("embed")
-                     else lm_head_rows(target, here, own).weight)
-            same = torch.allclose(model.cpu().float(), own[rows].float(), rtol=0.02, atol=1e-3)
+                     else lm_head_rows(target, here, stated).weight)
+            same = torch.allclose(model.cpu().float(), stated[rows].float(), rtol=0.02, atol=1e-3)
         if not same:
             raise DrafterMismatch(
                 f"{name} has {key} of its own, which differs from the model's; it is not loaded"
@@ -267,10 +267,10 @@ def _without_copies(
 
 def _must_describe(settings: Mapping[str, Any], target: Vocabulary, name: str) -> None:
     """Refuse settings that are not known, or that are not the target's."""
-    own = {"block_size", *COUNTS, LAYERS, "text_config", METHOD, *SPECULATORS, *base_settings()}
+    known = {"block_size", *COUNTS, LAYERS, "text_config", METHOD, *SPECULATORS, *base_settings()}
     model = family_settings(target.model)
     for part in (settings, settings.get(LAYERS) or {}, settings.get("text_config") or {}):
-        stated = {key: value for key, value in part.items() if key not in {*own, *HARMLESS}}
+        stated = {key: value for key, value in part.items() if key not in {*known, *HARMLESS}}
         refuse_unknown({key: value for key, value in stated.items() if key not in model}, (), name)
         here = family_settings(target.model, {key: stated[key] for key in stated if key in model})
         for key in stated.keys() & model.keys():
@@ -288,12 +288,12 @@ def _is_head(settings: Mapping[str, Any]) -> bool:
     return str(settings.get("model_type", "")).endswith("_mtp")
 
 
-def _is_alone(found: Checkpoint) -> bool:
-    if _is_head(found.settings):
+def _is_alone(source: Checkpoint) -> bool:
+    if _is_head(source.settings):
         return True
-    if METHOD in found.settings or (found.settings and not found.path.is_file()):
+    if METHOD in source.settings or (source.settings and not source.path.is_file()):
         return False
-    names = [*found.files]
+    names = [*source.files]
     return bool(names) and all(re.match(BODY + r"mtp(_layers)?\.", name) for name in names)
 
 

@@ -201,11 +201,11 @@ def family_settings(model: Any, changed: Mapping[str, Any] | None = None) -> dic
         changed: What the configuration has instead.
     """
     native = hasattr(model.config, "settings")
-    own: Any = _config_of(model.config.settings) if native else model.config.get_text_config()
-    found = dict(own.to_dict())
+    config: Any = _config_of(model.config.settings) if native else model.config.get_text_config()
+    result = dict(config.to_dict())
     if not changed:
-        return found
-    return dict(type(own)(**{**found, **changed}).to_dict())
+        return result
+    return dict(type(config)(**{**result, **changed}).to_dict())
 
 
 def _config_of(settings: Mapping[str, Any]) -> Any:
@@ -229,9 +229,9 @@ def sparse_mlp(config: Any, settings: Mapping[str, Any]) -> nn.Module:
     names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size",
              "shared_expert_intermediate_size", "norm_topk_prob")  # fmt: skip
     stated = {name: settings[name] for name in names if settings.get(name) is not None}
-    own = Qwen3NextConfig(hidden_size=config.hidden_size, hidden_act=config.hidden_act, **stated)
+    config = Qwen3NextConfig(hidden_size=config.hidden_size, hidden_act=config.hidden_act, **stated)
     with torch.device("meta"):
-        return cast(nn.Module, Qwen3NextSparseMoeBlock(own))
+        return cast(nn.Module, Qwen3NextSparseMoeBlock(config))
 
 
 def layer_count(model: PreTrainedModel) -> int:
