@@ -90,7 +90,7 @@ class DFlash(FeatureDrafter):
             if first and rank:
                 parents = tree.parents[:, first:, None].expand(-1, -1, rank)
                 state = torch.cat(states[1:], 1).gather(1, parents)
-            logits, after = network.given(scores[:, place], hidden[:, place], before, state)
+            logits, after = network.conditioned(scores[:, place], hidden[:, place], before, state)
             states.append(after)
             last[:] = [(place, before)]
             return logits

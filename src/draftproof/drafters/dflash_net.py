@@ -127,7 +127,7 @@ class DFlashNet(Network):
     def logits(self, hidden: Tensor) -> Tensor:
         return self._mapped(self.scores(hidden))
 
-    def given(
+    def conditioned(
         self, scores: Tensor, hidden: Tensor, before: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, n, V] of a place after tokens `before` [B, n], and the Markov state there.
