@@ -46,6 +46,23 @@ def grammars(server: Any) -> Grammars:
     return Grammars(server.engine.codec, server.engine.target.vocab_size, (0,))
 
 
+def test_forced_tokens_are_all_that_is_allowed_in_turn(grammars: Grammars) -> None:
+    """The mask after a text allows the bytes of what is forced, and often nothing else."""
+    dice, request = Random(3), RuleContext([1, 2, 3], 99, (0,), torch.device("cpu"))
+    made = grammars.lark(f"start: {json_rule(SCHEMA)}").make(request)
+    scores, text, count = torch.zeros(1, grammars.vocab), [1, 2, 3], 0
+    for _ in range(40):
+        forced = made.forced(text)
+        for token in forced or [-1]:
+            allowed = made(torch.tensor([text]), scores)[0].isfinite().nonzero()[:, 0].tolist()
+            text.append(token if forced else dice.choice(allowed))
+            assert text[-1] in allowed
+            count += len(forced) > 0
+        if text[-1] == 0:
+            break
+    assert count > 10
+
+
 def test_a_mask_depends_on_the_text_alone(grammars: Grammars) -> None:
     """Asked about the nodes of any tree, in any order, it says what a fresh one says."""
     dice, request = Random(1), RuleContext([1, 2, 3], 99, (0,), torch.device("cpu"))

@@ -20,6 +20,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Batch, Samples
 from draftproof.engine.budget import Budget
 from draftproof.engine.chunk_budget import ChunkBudget
+from draftproof.engine.forced_tokens import NAME, forced_tokens, with_forced
 from draftproof.engine.prefill import SHORT, Prefill, Prompts
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.row_output import RowOutput, row_outputs
@@ -57,6 +58,7 @@ class Decoder:
         self.clock, self.observes = Clock(), type(drafter).observe is not Drafter.observe
         self.chunks = ChunkBudget(self.prompts.chunk) if self.prompts.alike else None
         self.watch: Watch | None = None
+        self.forced = list[list[int]]()         # what grammars force in this round
         self.ends_early = budget.floor > 0 and self.ops.on_host and not rule.drawn
 
     @property
@@ -70,6 +72,7 @@ class Decoder:
         layers, batch = self.drafter.hidden_layers, self.batch
         with self.clock.decide:
             with self.clock.draft:
+                self.forced = self._forced()
                 frontier = self._frontier()
                 tree = self._draft(frontier)
             with self.clock.verify:
@@ -77,7 +80,8 @@ class Decoder:
             accepted = batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
             commit = self._observe(frontier, tree, reading, accepted)
             done = self._deliver(frontier, tree, reading, commit, accepted)
-        self.budget.record(done._replace(seconds=self.clock.decide.took))
+        if not self.forced:         # it says nothing of what the drafter's own tokens are worth
+            self.budget.record(done._replace(seconds=self.clock.decide.took))
         if self.chunks is not None:
             self.chunks.round_took(self.clock.decide.took)
         self.retire()
@@ -123,6 +127,14 @@ class Decoder:
         if prefixes is not None:
             prefixes.belong_to(target.weights)
 
+    def _forced(self) -> list[list[int]]:
+        """Of each row, what its grammar forces; empty where no row is forced to anything."""
+        rows = self.batch.running
+        rules = any(row.params.logits_rules for row in rows)
+        if not rules or not self.budget.most or self.batch.shapes.closed:
+            return []
+        return forced_tokens(rows, self.budget.most)
+
     def _frontier(self) -> Frontier:
         """Where rows stand, and how much may be drafted.
 
@@ -134,20 +146,31 @@ class Decoder:
         for row in rows:
             longest = max(longest, len(row.prompt) + len(row.tokens))
             remaining += row.limit - len(row.tokens)
-        if self.budget.most and not self.budget.rest:
+        # a row that is forced needs no drafter, and one with a cache reads no other's tokens
+        forced = self.forced and (all(self.forced) or self.drafter.has_kv_cache)
+        if self.budget.most and not self.budget.rest and not forced:
             unread = self.drafter.unread(len(self.batch.pending))
             nodes = self.budget.choose(State(len(rows), longest, remaining / len(rows), unread))
         if nodes and self.ends_early and len(rows) > 1 and self.target.skips_absent:
             most = min(nodes + max(2, nodes // 2), self.budget.most)
         ahead, deepest = max(nodes, most), self.drafter.deepest
-        prefix = self.batch.prefix(longest - 1, ahead if deepest is None else min(ahead, deepest))
+        ahead = ahead if deepest is None else min(ahead, deepest)
+        ahead = max([ahead, *map(len, self.forced)])
+        prefix = self.batch.prefix(longest - 1, ahead)
         floor = self.budget.floor if self.ends_early else 0.0
         trees, drawn = self.target.reads_trees, self.rule.drawn
         view, sampler = self.batch.view, self.batch.sampler
         return Frontier(prefix, sampler, nodes, drawn, trees, floor, most, view)
 
     def _draft(self, frontier: Frontier) -> TokenTree:
-        """The drafter's proposal, of which no more is read than the budget says; checked."""
+        """What is forced, and the drafter's proposal, of which no more is read than the budget
+        says; checked."""
+        tree = self._proposal(frontier)
+        if self.forced:
+            tree = with_forced(tree, self.forced, frontier, self.budget.most)
+        return self.batch.view.fitted(tree)
+
+    def _proposal(self, frontier: Frontier) -> TokenTree:
         if frontier.budget == 0:
             return TokenTree.chain(frontier.prefix.root[:, None])
         self.batch.flush()
@@ -159,8 +182,7 @@ class Decoder:
             raise DrafterMismatch(
                 f"the drafter {self.drafter.name} proposed {drafted} nodes, {allowed} were allowed"
             )
-        tree = tree.within_budget(budget) if drafted > budget and ranked is None else tree
-        return self.batch.view.fitted(tree)
+        return tree.within_budget(budget) if drafted > budget and ranked is None else tree
 
     def _check(self, tree: TokenTree, rows: int) -> None:
         """Refuse what is no tree; where numbers cannot be looked at, by its form alone."""
@@ -186,7 +208,7 @@ class Decoder:
         commit = Commit.of(self.batch.places, tree, reading, accepted, top, self.ops)
         if self.observes:
             with self.clock.draft:
-                self.batch.tell(commit, frontier.budget == 0)
+                self.batch.tell(commit, frontier.budget == 0 and not self.forced)
         return commit
 
     def _deliver(
@@ -201,13 +223,17 @@ class Decoder:
         ranks = tree.budget_rank.tolist() if tree.budget_rank is not None else None
         by, nodes, total = list[list[str]](), list[int](), 0
         if self.watch is not None:
-            by = self.drafter.drafted_by(tree)
+            forced = [[NAME] * tree.tokens.shape[1]] * len(tree.tokens)
+            alone = self.forced and not frontier.budget
+            by = forced if alone else self.drafter.drafted_by(tree)
             self.watch(tree, by, batch.running, outputs)
         for place, (row, out) in enumerate(zip(batch.running, outputs, strict=False)):  # + padding
             path = out.path[1:]
             nodes += path if ranks is None else [ranks[place][node] for node in path]
             tokens = out.tokens if out.tokens[-1] != NO_TOKEN else out.tokens[:-1]
             who = [by[place][node] for node in path] if by else [self.drafter.name] * len(path)
+            count = min(len(self.forced[place]), len(path)) if self.forced else 0
+            who = [NAME] * count + who[count:]
             emitted = row.extend(tokens, out.logprobs, who, out.top)
             if len(tokens) < len(out.tokens) and row.finish_reason is None:     # no next root
                 self._fail(place, reading.logits[place])

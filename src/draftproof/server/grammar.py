@@ -160,12 +160,7 @@ class GrammarProcessor:
         self._text: list[int] = []              # the tokens that the matcher has taken
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        text = input_ids[0, self.start :].tolist()
-        same = (first_difference(text, self._text) or len(text) + 1) - 1
-        if same < len(self._text):
-            self.matcher.rollback(len(self._text) - same)
-        self._text = text[: same + self.matcher.try_consume_tokens(text[same:])]
-        if len(self._text) < len(text):
+        if not self._move(input_ids[0, self.start :].tolist()):
             return scores
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self.vocab, bitorder="little")
@@ -175,6 +170,25 @@ class GrammarProcessor:
             allowed[:] = 0
         mask = torch.from_numpy(allowed == 0).to(scores.device)
         return scores.masked_fill(mask, -torch.inf)
+
+    def forced(self, text: Sequence[int]) -> list[int]:
+        """The tokens that must follow a text, prompt included, as the tokenizer would write them.
+
+        The last of them is left out where it might be written in one token with what follows."""
+        if not self._move(list(text[self.start :])):
+            return []
+        tokens = [int(token) for token in self.matcher.compute_ff_tokens()]
+        ends = next((place for place, token in enumerate(tokens) if token >= self.vocab), None)
+        return tokens[:ends]
+
+    def _move(self, text: list[int]) -> bool:
+        """Let the matcher take a text, from where it differs from the last one; whether it could
+        take all of it."""
+        same = (first_difference(text, self._text) or len(text) + 1) - 1
+        if same < len(self._text):
+            self.matcher.rollback(len(self._text) - same)
+        self._text = text[: same + self.matcher.try_consume_tokens(text[same:])]
+        return len(self._text) == len(text)
 
 
 def json_rule(schema: dict[str, Any]) -> str:

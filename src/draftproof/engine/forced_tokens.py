@@ -1,0 +1,103 @@
+"""Draft tokens that a grammar leaves no choice about: a key of a JSON schema, a closing bracket.
+
+They cost nothing to draft, and are accepted by construction where the target would write them in
+the same tokens; if it would not, they are rejected as any draft. The text never depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftproof.core.messages import Frontier
+from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree
+from draftproof.requests.sequence import SequenceState
+
+NAME = "grammar"
+"""What people see as the drafter of these tokens."""
+UNKNOWN = 0.4
+"""The chance of a node after its parent, from a drafter that gives none."""
+
+
+def forced_tokens(rows: Sequence[SequenceState], most: int) -> list[list[int]]:
+    """Of each row, the tokens that its rules force after its root, at most so many.
+
+    Args:
+        rows: The running rows.
+        most: The most tokens that a row may draft.
+
+    Returns:
+        One list per row; an empty list if no row is forced to anything.
+    """
+    forced = list[list[int]]()
+    for row in rows:
+        tokens = list[int]()
+        for _, processor in row.params.logits_rules:
+            force = getattr(processor, "forced", None)
+            if force is not None and not tokens:
+                tokens = force([*row.prompt, *row.tokens])[:most]
+        forced.append(tokens)
+    return forced if any(forced) else []
+
+
+def with_forced(
+    tree: TokenTree, forced: Sequence[Sequence[int]], frontier: Frontier, most: int
+) -> TokenTree:
+    """A draft in which rows that are forced draft what they are forced to, and then what the
+    drafter proposed after it.
+
+    Args:
+        tree: What the drafter proposed; the root alone where it was not asked.
+        forced: Of each row, the tokens.
+        frontier: Where the rows stand.
+        most: The most nodes below a root.
+    """
+    device, width = tree.tokens.device, max(map(len, forced))
+    lines = [[*tokens, *[ABSENT] * (width - len(tokens))] for tokens in forced]
+    drafts = torch.tensor(lines, dtype=torch.int64, device=device)
+    drafts = torch.cat([tree.tokens[:, :1], drafts], 1)                             # [B, 1 + L]
+    count = torch.tensor([len(tokens) for tokens in forced], device=device)[:, None]
+    if tree.tokens.shape[1] == 1 and not frontier.drawn:
+        return TokenTree.chain(drafts)
+    if not frontier.trees or frontier.drawn:
+        return _chain(tree, drafts, count)
+    chain = replace(TokenTree.chain(drafts), is_chain=False)
+    pool = TokenTree.concat([chain, replace(tree, draft_probs=None)])
+    paths = tree.confidence
+    if paths is None:
+        paths = UNKNOWN ** tree.depths.float() * tree.present
+    chances = torch.cat([(drafts != ABSENT).to(paths.dtype), paths * 0.99], 1)
+    there = pool.present & _follows(pool.texts, drafts, count)
+    return pool.merged(torch.where(there, chances, 0), min(most, tree.tokens.shape[1] + width) + 1)
+
+
+def _follows(texts: Tensor, drafts: Tensor, count: Tensor) -> Tensor:
+    """[B, M] whether the path to a node, [B, M, D] tokens, is one of the forced text, or goes on
+    after it."""
+    wide = min(texts.shape[2], drafts.shape[1])
+    places = torch.arange(wide, device=texts.device)
+    same = (texts[:, :, :wide] == drafts[:, None, :wide]) | (texts[:, :, :wide] == NO_TOKEN)
+    return (same | (places > count)[:, None]).all(-1)
+
+
+def _chain(tree: TokenTree, drafts: Tensor, count: Tensor) -> TokenTree:
+    """The drafter's chain in rows that are not forced, or that it begins with the forced tokens;
+    else the forced tokens, drawn from a distribution that has nothing else."""
+    nodes = max(tree.tokens.shape[1], drafts.shape[1])
+    proposed, wanted = (
+        torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1]), value=ABSENT)
+        for tokens in (tree.tokens, drafts)
+    )
+    places = torch.arange(nodes, device=drafts.device)
+    keeps = ((proposed == wanted) | (places > count)).all(1, keepdim=True)
+    tokens = torch.where(keeps, proposed, wanted)
+    probs = tree.draft_probs
+    if probs is not None:
+        probs = torch.nn.functional.pad(probs, (0, 0, 0, nodes - probs.shape[1]))
+        certain = torch.zeros_like(probs).scatter_(2, tokens.clamp(min=0)[..., None], 1.0)
+        is_forced = (places > 0) & (places <= count)
+        probs = torch.where(is_forced[..., None], certain, probs)
+    return TokenTree.chain(tokens, probs)
