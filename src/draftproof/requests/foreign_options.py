@@ -74,7 +74,7 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
         "top_a", "smoothing_factor", "temperature_last", "sampler_priority", "negative_prompt",
         "ban_eos_token", "custom_token_bans", "logit_bias_tokens", "add_bos_token", "stop_str",
         "truncation_length", "repetition_penalty_range", "frequency_penalty_range",
-        "presence_penalty_range", "auto_max_new_tokens", "dynamic_temperature", "smoothing_curve",
+        "presence_penalty_range", "auto_max_new_tokens", "dynamic_temperature",
     ),
     "KoboldAI": (
         "rep_pen", "rep_pen_range", "rep_pen_slope", "sampler_order", "sampler_seed",
