@@ -8,17 +8,22 @@ from collections.abc import Iterator
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DRAFTPROOF_CACHE", "0")
+if os.environ.get("DRAFTPROOF_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""     # also of the programs that tests start
 
 import pytest
 import torch
+from devices import DEVICE, skip_elsewhere
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`needs_isa("avx2")`: the test needs the C library of that level, or of a higher one."""
+    """`needs_isa("avx2")`: the test needs the C library of that level, or of a higher one;
+    `cpu_only(reason)`: it makes no sense on other devices (see devices.py)."""
     from draftproof.native.build import LEVELS
     from draftproof.native.kernels import library
 
     for item in items:
+        skip_elsewhere(item, DEVICE)
         for mark in item.iter_markers("needs_isa"):
             have = library().build.partition("-")[0]
             if not have or LEVELS.index(have) < LEVELS.index(mark.args[0]):

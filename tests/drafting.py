@@ -47,7 +47,7 @@ class Oracle(Drafter):
 
     def propose(self, frontier: Frontier) -> TokenTree:
         rows = [self._row(frontier, row) for row in range(len(frontier.prefix.position))]
-        return TokenTree.chain(torch.tensor(rows))
+        return TokenTree.chain(torch.tensor(rows, device=frontier.prefix.tokens.device))
 
     def _row(self, frontier: Frontier, row: int) -> list[int]:
         place = int(frontier.prefix.position[row])
@@ -75,10 +75,10 @@ class Guess(Drafter):
         width = int(torch.randint(2, 4, (), generator=self.dice))
         paths = torch.randint(self.vocab, (rows, width, 4), generator=self.dice)
         paths[torch.rand(paths.shape, generator=self.dice) < 0.2] = ABSENT
-        paths[:, :, 0] = frontier.prefix.root[:, None]
+        paths[:, :, 0] = frontier.prefix.root[:, None].cpu()
         if frontier.budget + 1 < 4:
             return TokenTree.root(frontier.prefix.root)
-        return TokenTree.from_paths(paths, frontier.budget + 1)
+        return TokenTree.from_paths(paths.to(frontier.prefix.root.device), frontier.budget + 1)
 
 
 class Hinted(Drafter):
@@ -91,16 +91,18 @@ class Hinted(Drafter):
         self.inner, self.dice = inner, torch.Generator().manual_seed(7)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        known = self.inner.propose(frontier).tokens  # [B, K+1]
+        proposed = self.inner.propose(frontier).tokens  # [B, K+1]
         if frontier.budget < 8:
-            return TokenTree.chain(known)
+            return TokenTree.chain(proposed)
+        known = proposed.cpu()
         right = known[:, :4]
         noise = torch.randint(VOCAB, (len(known), 2, 4), generator=self.dice)
         noise[:, :, 0], noise[:, 0, 1] = right[:, :1], right[:, 1]
         errs = torch.rand(right.shape, generator=self.dice) < 0.15
         right = torch.where(errs, (right + 1).clamp(max=VOCAB - 1), right)
         right[:, 0] = known[:, 0]
-        return TokenTree.from_paths(torch.cat([noise, right[:, None]], 1), 9)
+        paths = torch.cat([noise, right[:, None]], 1)
+        return TokenTree.from_paths(paths.to(proposed.device), 9)
 
 
 class Fading(Budget):

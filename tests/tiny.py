@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from devices import DEVICE
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -73,7 +74,7 @@ def build(kind: str, seed: int = 0, **values: Any) -> PreTrainedModel:
     config = getattr(transformers, kind)(**values)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     model.generation_config = transformers.GenerationConfig()
-    return model
+    return model.to(DEVICE)
 
 
 def of_family(name: str, **values: Any) -> PreTrainedModel:
@@ -86,7 +87,7 @@ def of_family(name: str, **values: Any) -> PreTrainedModel:
         for part, weight in made.named_parameters():
             if "norm" in part:
                 weight += 0.3 * torch.randn_like(weight)
-    return made.eval()
+    return made.eval().to(DEVICE)
 
 
 _SHARED: list[tuple[PreTrainedModel, list[tuple[str, torch.dtype, int]]]] = []

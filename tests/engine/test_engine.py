@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import DEVICE
 from drafting import DRAFTERS, Fading, accepted_share, assert_counts
 from tiny import VOCAB, fresh, model, prompts, target
 from torch import Tensor
@@ -34,7 +35,8 @@ def test_wishes_are_those_of_transformers_generate() -> None:
     engine = Engine(target(), DRAFTERS["target itself, tree"](target()))
     for text in asked:
         theirs = model().generate(
-            torch.tensor([text]), attention_mask=torch.ones(1, len(text)), max_new_tokens=NEW,
+            torch.tensor([text], device=DEVICE), max_new_tokens=NEW,
+            attention_mask=torch.ones(1, len(text), device=DEVICE),
             do_sample=False, pad_token_id=0, repetition_penalty=1.3, no_repeat_ngram_size=2,
             bad_words_ids=[[3], [5, 6]], min_new_tokens=6, eos_token_id=[1, 2, 4, 8, 9])
         (ours,) = engine.generate(text, max_new_tokens=NEW, sampling=want)
@@ -52,8 +54,9 @@ def test_logprobs_are_those_of_the_unprocessed_model(sampling: Sampling) -> None
         engine = Engine(target(), DRAFTERS[drafter](target()))
         for one in engine.generate(asked, max_new_tokens=NEW, sampling=wanted):
             text, start = [*asked[one.prompt], *one.tokens], len(asked[one.prompt])
-            law = model()(torch.tensor([text])).logits[0].detach().log_softmax(-1)[start - 1 : -1]
-            chosen = law.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
+            logits = model()(torch.tensor([text], device=DEVICE)).logits[0].detach()
+            law = logits.log_softmax(-1)[start - 1 : -1]
+            chosen = law.gather(1, torch.tensor(one.tokens, device=DEVICE)[:, None])[:, 0]
             assert one.logprobs == pytest.approx(chosen.tolist(), abs=1e-9)
             assert (one.top_logprobs is None) == (one.prompt == 0)
             scores, tokens = law.topk(one.prompt)

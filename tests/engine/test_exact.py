@@ -23,8 +23,9 @@ SAMPLED = Sampling(temperature=0.9, seed=11)
 
 def reference(own: PreTrainedModel, text: list[int], new: int = NEW) -> list[int]:
     """transformers' own greedy continuation; a token that doubles as padding is text."""
-    everything = torch.ones(1, len(text))
-    out = own.generate(torch.tensor([text]), attention_mask=everything, max_new_tokens=new,
+    ids = torch.tensor([text], device=own.device)
+    everything = torch.ones_like(ids)
+    out = own.generate(ids, attention_mask=everything, max_new_tokens=new,
                        do_sample=False, pad_token_id=0)
     return out[0, len(text) :].tolist()
 
