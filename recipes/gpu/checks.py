@@ -231,6 +231,36 @@ def launches(part: Part) -> None:
                       "tokens per round": done.stats.tokens_per_round, **counted})
 
 
+def exact_bits(part: Part) -> None:
+    """Row-invariant kernels: the same bits for every number of rows, and what they cost."""
+    if part.device != "cuda":
+        part.add({"exact bits": "only on cuda; tests/bench/test_exact_bits.py interprets them"})
+        return
+    try:
+        import exact_bits as kernels
+    except ImportError as error:
+        part.add({"exact bits": f"not run: {error}"})
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        gaps = kernels.invariance(part.device, dtype)
+        wrong = gaps["our product"] or gaps["our attention"]
+        part.add({"dtype": str(dtype).removeprefix("torch."), **gaps},
+                 f"{dtype}: bits depend on the rows" if wrong else None)
+    weight = torch.randn(8960, 1536, device=part.device, dtype=torch.bfloat16)
+    for rows in (1, 8, 32):
+        x = torch.randn(rows, 1536, device=part.device, dtype=torch.bfloat16)
+        row = {"rows": rows}
+        for name, multiply in (("our product", kernels.linear),
+                               ("torch's product", torch.nn.functional.linear)):
+            for count in (3, 100):                          # the first three compile and warm up
+                start = time.perf_counter()
+                for _ in range(count):
+                    multiply(x, weight)
+                torch.cuda.synchronize()
+                row[f"{name}, microseconds"] = 1e6 * (time.perf_counter() - start) / count
+        part.add(row)
+
+
 def speed(part: Part) -> None:
     """Tokens per second: transformers, plain, every drafter; with and without graphs."""
     new, batches = (16, (1,)) if part.quick else (128, (1, 8, 32))
@@ -290,7 +320,7 @@ def transformers_runs(part: Part) -> Iterator[tuple[str, Callable[..., tuple[flo
 
 PARTS: dict[str, Callable[[Part], None]] = {
     "machine": machine, "doctor": doctor, "prove": prove, "tests": tests, "texts": texts,
-    "launches": launches, "speed": speed,
+    "launches": launches, "exact bits": exact_bits, "speed": speed,
 }  # fmt: skip
 
 

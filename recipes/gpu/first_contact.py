@@ -4,11 +4,11 @@
         [--assistant qwen-coder-1.5b=qwen-coder-0.5b] [--device cuda] [--out first-contact]
         [--minutes 10] [--quick] [--only PART ...] [--again]
 
-Parts, the checks first: machine, doctor, prove, tests, texts, launches, speed. Each runs in a
-process of its own with a time limit, so that a crash or a hang costs one part. What a part found is
-written at once: the same command goes on with the parts that are not done, in as many calls as it
-takes. report.json and report.md in --out hold everything. Needs no network; pieces.py carries
-files. `--device cpu --quick` is the rehearsal.
+Parts, the checks first: machine, doctor, prove, tests, texts, launches, exact bits, speed. Each
+runs in a process of its own with a time limit, so that a crash or a hang costs one part. What a
+part found is written at once: the same command goes on with the parts that are not done, in as many
+calls as it takes. report.json and report.md in --out hold everything. Needs no network; pieces.py
+carries files. `--device cpu --quick` is the rehearsal.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
     parts += [Part("prove", None, 240), Part("tests", None, 120 if quick else 240)]
     parts += [Part("texts", model, 150 if quick else 240) for model in models]
     parts += [Part("launches", model, 60) for model in models]
+    parts += [Part("exact bits", None, 60)]
     parts += [Part("speed", model, 120 if quick else 240) for model in models]
     wanted = set(args.only or ())
     if unknown := wanted - {part.check for part in parts}:
         sys.exit(f"there is no part {min(unknown)}; parts: machine, doctor, prove, tests, texts, "
-                 "launches, speed")
+                 "launches, exact bits, speed")
     return [part for part in parts if not wanted or part.check in wanted]
 
 

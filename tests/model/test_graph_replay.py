@@ -13,6 +13,7 @@ import torch
 from drafting import DRAFTERS, texts
 from tiny import VOCAB, fresh, model, prompts, target
 
+from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling
 from draftproof.core.tree import TreeShape
 from draftproof.drafters.draft_model import DraftModel
@@ -43,6 +44,7 @@ class Paper(Device):
         results = call()
 
         def replay() -> None:
+            REPLAYED.append(1)
             for place, new in zip(cast(Any, results), cast(Any, call()), strict=True):
                 if place is not None:
                     place.copy_(new)
@@ -55,6 +57,7 @@ class Paper(Device):
 
 
 RECORDED: list[int] = []
+REPLAYED: list[int] = []
 
 
 def on_paper(inner: Target) -> GraphReplay:
@@ -82,6 +85,37 @@ def test_few_recordings_serve_many_prompts_and_go_with_their_cache() -> None:
     assert len(RECORDED) == 2, "one for rounds, one for prompts"
     gc.collect()
     assert len(inner._graphs) == 0
+
+
+@pytest.mark.parametrize(("name", "drafted", "launches"), [
+    ("plain", 0, 1), ("portfolio", 5, 1), ("medusa", 2, 1), ("redrafter", 2, 1),
+    ("draft chain", 2, 3),              # a draft model takes one for each token that it drafts
+])
+def test_a_round_launches_few_graphs_and_reads_the_host_once(
+    name: str, drafted: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, to_host = list[int](), Ops.to_host
+
+    def counted(self: Ops, *columns: Any) -> Any:
+        reads.append(1)
+        return to_host(self, *columns)
+
+    monkeypatch.setattr(Ops, "to_host", counted)
+    if name == "draft chain":
+        drafter: Any = DraftModel(on_paper(target(num_hidden_layers=1, seed=1)), VOCAB)
+    else:
+        drafter = DRAFTERS[name](target())
+    engine = Engine(on_paper(target()), drafter, shapes=CLOSED, budget=Fixed(drafted))
+    engine.generate(prompts(2), max_new_tokens=6)               # records what there is to record
+    counts = []
+    for new_tokens in (6, 16):
+        REPLAYED.clear(), reads.clear()
+        done = engine.generate(prompts(1)[0], max_new_tokens=new_tokens)[0]
+        counts.append((done.stats.rounds, len(REPLAYED), len(reads)))
+    (few, *before), (many, *after) = counts
+    assert many > few and done.stats.drafted >= many * min(1, drafted)
+    assert after[0] - before[0] == launches * (many - few), "of a round; prompts are equal"
+    assert after[1] - before[1] == many - few
 
 
 def test_a_device_that_records_nothing_is_refused() -> None:
