@@ -21,8 +21,8 @@ import torch
 
 import draftproof as dp
 from draftproof.bench.workloads import GENERAL, STORIES, read_prompts
-from draftproof.engine.completion import first_difference
 from draftproof.model.device import Device, versions
+from draftproof.requests.completion import first_difference
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = {"demo": ("medusa", "redrafter"),

@@ -89,7 +89,7 @@ def split(out: Path, paths: list[Path], megabytes: int) -> None:
     """Pack and cut; links are packed as what they lead to."""
     out.mkdir(parents=True, exist_ok=True)
     pieces = Pieces(out, megabytes * 1_000_000)
-    with tarfile.open(mode="w|", fileobj=pieces, dereference=True, encoding="utf-8") as archive: 
+    with tarfile.open(mode="w|", fileobj=pieces, dereference=True, encoding="utf-8") as archive:
         for path in paths:
             archive.add(path, arcname=path.resolve().name)
     pieces.close()
@@ -101,7 +101,7 @@ def join(pieces: Path, into: Path) -> None:
     """Check and unpack."""
     hashes = json.loads((pieces / LIST).read_text(encoding="utf-8"))
     into.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(mode="r|", fileobj=Joined(pieces, hashes), encoding="utf-8") as archive:   
+    with tarfile.open(mode="r|", fileobj=Joined(pieces, hashes), encoding="utf-8") as archive:
         archive.extractall(into, filter="data")
     print(f"{len(hashes)} pieces were unpacked into {into}")
 

@@ -16,9 +16,9 @@ import torch
 from tiny import target
 
 from draftproof.core.params import Sampling
-from draftproof.engine.completion import Completion
 from draftproof.engine.engine import Engine
-from draftproof.engine.stats import RoundStats
+from draftproof.requests.completion import Completion
+from draftproof.requests.stats import RoundStats
 
 GPU = Path(__file__).parents[2] / "recipes" / "gpu"
 
