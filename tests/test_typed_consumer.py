@@ -40,10 +40,10 @@ def test_a_users_program_is_checked_with_our_types(tmp_path: Path) -> None:
         [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache",
          "program.py"], capture_output=True, text=True, check=False, cwd=tmp_path)
     lines = [line for line in done.stdout.splitlines() if line.startswith("program.py")]
-    assert [line.split(": ")[-1] for line in lines if "note" in line] == [
-        'Revealed type is "builtins.str"', 'Revealed type is "builtins.float"',
-        'Revealed type is "builtins.list[builtins.int]"'], done.stdout
-    errors = [line for line in lines if "error" in line]
+    revealed = [line.split("type is ")[1].replace("builtins.", "")
+                for line in lines if "Revealed type" in line]
+    assert revealed == ['"str"', '"float"', '"list[int]"'], done.stdout
+    errors = [line for line in lines if ": error: " in line]
     assert len(errors) == 3, done.stdout
     for line, word in zip(errors, ("assistent_model", "max_tokens", "temprature"), strict=True):
         assert word in line
