@@ -1,6 +1,5 @@
 """Puts the C library, compiled for every level of the processor, into the wheel, where there is a compiler."""
 
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from setuptools.dist import Distribution
 sys.path.insert(0, str(Path(__file__).parent / "src"))
 from draftproof.native import build as native
 
-COMPILER = native.compiler() if sys.platform.startswith("linux") else None
+COMPILER = native.compiler()
 
 
 class Build(build_py):
@@ -25,7 +24,7 @@ class Build(build_py):
             return
         folder = Path(self.build_lib) / "draftproof" / "native" / "built"
         folder.mkdir(parents=True, exist_ok=True)
-        for build in native.BUILDS if platform.machine() == "x86_64" else ():
+        for build in native.BUILDS:
             try:
                 native.compile_to(folder / native.name_of(build), build, COMPILER)
             except subprocess.CalledProcessError as error:

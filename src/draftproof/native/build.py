@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import os
+import platform
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -24,15 +27,14 @@ from draftproof.errors import BadInput
 
 HERE = Path(__file__).parent
 SOURCES = sorted(HERE.glob("*.c"))
-LEVELS = ("avx2", "avx512", "amx")
-FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fopenmp", "-Wno-psabi")
+FLAGS = ("-std=gnu11", "-O3", "-fopenmp", "-Wno-psabi")
 SWITCH, ISA = "DRAFTPROOF_KERNELS", "DRAFTPROOF_ISA"
 """Environment: 0 to do without the library; and the highest level to use of those that the
 processor has."""
 _AVX2 = "avx2 fma f16c bmi1 bmi2 abm movbe"
 _AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 _WIDE = "-march=x86-64-v4 -mavx512vnni"
-BUILDS = {
+X86 = {
     "amx": (f"{_AVX512} avx512_bf16 amx_tile amx_int8 amx_bf16",
             f"{_WIDE} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16"),
     "avx512-bf16": (f"{_AVX512} avx512_bf16", f"{_WIDE} -mavx512bf16"),
@@ -40,8 +42,18 @@ BUILDS = {
     "avx2-vnni": (f"{_AVX2} avx_vnni", "-march=x86-64-v3 -mavxvnni"),
     "avx2": (_AVX2, "-march=x86-64-v3"),
 }
+ARM = {
+    "i8mm": ("asimd asimddp i8mm bf16", "-march=armv8.2-a+dotprod+i8mm+bf16"),
+    "dotprod": ("asimd asimddp", "-march=armv8.2-a+dotprod"),
+    "neon": ("asimd", "-march=armv8-a"),
+}
 """What each build needs of the processor, as Linux names it, and what compilers are told; the
 quickest first."""
+MACHINE = platform.machine().lower()
+BUILDS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}.get(MACHINE, {})
+"""The builds for the processors of this machine's architecture."""
+LEVELS = ("neon", "dotprod", "i8mm") if BUILDS is ARM else ("avx2", "avx512", "amx")
+SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 
 
 class Library(NamedTuple):
@@ -56,11 +68,30 @@ class Library(NamedTuple):
 @cache
 def features() -> frozenset[str]:
     """What this processor has, as Linux names it."""
+    if not sys.platform.startswith("linux"):
+        return _features_by_torch()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    names = ("flags", "Features")
+    return frozenset(next((line for line in lines if line.startswith(names)), "").split())
+
+
+def _features_by_torch() -> frozenset[str]:
+    """What torch says of this processor; nothing if it is too old to say anything."""
+    import torch
+
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return frozenset()
+    renamed = {
+        "fma3": "fma", "bmi": "bmi1", "lzcnt": "abm", "neon": "asimd", "dot": "asimddp",
+        **{f"avx512_{part}": f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")},
+    }  # fmt: skip
+    found = {name for name, there in torch.cpu.get_capabilities().items() if there is True}
+    names = {renamed.get(name, name) for name in found}
+    # torch does not name MOVBE, which every processor with BMI2 has
+    return frozenset(names | ({"movbe"} if "bmi2" in names else set()))
 
 
 def able(level: str = LEVELS[-1]) -> list[str]:
@@ -77,49 +108,75 @@ def load() -> Library:
     """The library of the quickest build that can be had."""
     if os.environ.get(SWITCH) == "0":
         return Library(None, "", f"{SWITCH} is 0; unset it to have the C library")
-    if not sys.platform.startswith("linux"):
-        return Library(None, "", f"the C library needs Linux, and this is {sys.platform}")
+    if sys.platform not in ("linux", "darwin", "win32") or not BUILDS:
+        return Library(None, "", f"the C library is not made for {sys.platform} on {MACHINE}")
     level, reason = os.environ.get(ISA, ""), ""
     for build in able(level or LEVELS[-1]):
         try:
             return Library(opened(build), build, reason or (f"{ISA} is {level}" if level else ""))
         except (OSError, subprocess.SubprocessError) as error:
             reason = reason or f"no {build}: {getattr(error, 'stderr', None) or error}"
-    return Library(None, "", reason or "the C library needs a processor with AVX2")
+    return Library(None, "", reason or "the C library needs a processor with AVX2 or NEON")
 
 
 def opened(build: str) -> ctypes.CDLL:
     """One build, compiled if it has to be; raises OSError or SubprocessError if it cannot be had.
     """
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    paths = (line.split(maxsplit=5)[-1] for line in lines)
-    names = ("libgomp", "libiomp5", "libomp")
-    openmp = [path for path in paths if Path(path).name.startswith(names)]
-    if not openmp:
-        raise OSError("this torch has no OpenMP; install one that has")
-    # torch's own threads: a second pool would compete with them
-    ctypes.CDLL(openmp[0], mode=ctypes.RTLD_GLOBAL)
+    if sys.platform.startswith("linux"):
+        _load_openmp()
     library = ctypes.CDLL(str(_library_file(build)))
     if not library.draftproof_usable():
         raise OSError("the kernel of the system does not let programs use it")
     return library
 
 
-def compile_to(target: Path, build: str, compiler: str) -> None:
-    """Compile one build; the library appears complete or not at all, with its digest at the end."""
+def _load_openmp() -> None:
+    """Find torch's OpenMP: a second pool of threads would compete with it."""
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    paths = (line.split(maxsplit=5)[-1] for line in lines)
+    names = ("libgomp", "libiomp5", "libomp")
+    openmp = [path for path in paths if Path(path).name.startswith(names)]
+    if not openmp:
+        raise OSError("this torch has no OpenMP; install one that has")
+    ctypes.CDLL(openmp[0], mode=ctypes.RTLD_GLOBAL)
+
+
+def compile_to(target: Path, build: str, compiler: Sequence[str]) -> None:
+    """Compile one build; the library appears complete or not at all, with its digest at the end.
+
+    Args:
+        target: The file of the library.
+        build: One of `X86` or `ARM`.
+        compiler: The command of a compiler for such processors, such as `compiler()`.
+    """
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        compiling = ["-c", *FLAGS, *BUILDS[build][1].split(), *map(str, SOURCES)]
+        flags = flags_of(build, compiler)
+        compiling = [["-c", *flags, str(source), "-o", f"{source.stem}.o"] for source in SOURCES]
         # without OpenMP, which is torch's
         linked = ["-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", target.name, "-lm"]
-        for arguments in (compiling, linked):
+        for arguments in (*compiling, linked):
             subprocess.run(
-                [compiler, *arguments], check=True, cwd=folder, capture_output=True, text=True,
+                [*compiler, *arguments], check=True, cwd=folder, capture_output=True, text=True,
                 env={**os.environ, "TMPDIR": folder},                # /tmp may be full
             )  # fmt: skip
         made = Path(folder) / target.name
         content = made.read_bytes()
         made.write_bytes(content + hashlib.sha256(content).digest())
         put_in_place(made, target)
+
+
+def flags_of(build: str, compiler: Sequence[str]) -> list[str]:
+    """What a compiler is told for a build; zig names processors in another way."""
+    flags = [*FLAGS, *(X86 | ARM)[build][1].split()]
+    if "ziglang" in compiler or sys.platform == "darwin":       # which have no OpenMP
+        flags.remove("-fopenmp")
+    if "windows" not in " ".join(compiler) and sys.platform != "win32":
+        flags.append("-fPIC")                                   # there all code is
+    if "ziglang" not in compiler:
+        return flags
+    return [flag.replace("-march=armv8-a", "-mcpu=generic")
+                .replace("-march=armv8.2-a", "-mcpu=generic+v8_2a")
+                .replace("-march=x86-64-", "-mcpu=x86_64_") for flag in flags]
 
 
 def is_intact(library: Path) -> bool:
@@ -138,7 +195,9 @@ def is_ours(file: Path) -> bool:
         status = file.lstat()
     except OSError:
         return False
-    owners = {0, os.getuid()} if hasattr(os, "getuid") else {status.st_uid}
+    if not hasattr(os, "getuid"):                       # Windows: others cannot write to a profile
+        return stat.S_ISREG(status.st_mode)
+    owners = {0, os.getuid()}
     return stat.S_ISREG(status.st_mode) and status.st_uid in owners and not status.st_mode & 0o022
 
 
@@ -152,23 +211,37 @@ def put_in_place(part: Path, target: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    if sys.platform == "win32" and path.is_dir():               # cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def compiler() -> str | None:
-    """The C compiler of this machine."""
-    return shutil.which(os.environ.get("CC") or "gcc") or shutil.which("cc")
+def compiler() -> list[str] | None:
+    """The command of this machine's C compiler; None if there is none.
+
+    The package `ziglang` brings a compiler for all systems. It is the only one for Windows, where
+    gcc does not align vectors on the stack and others have no threads of POSIX.
+    """
+    names = () if sys.platform == "win32" else (os.environ.get("CC") or "gcc", "cc")
+    for name in names:
+        if path := shutil.which(name):
+            return [path]
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    system = {"win32": "windows-gnu", "darwin": "macos"}.get(sys.platform, "linux-gnu")
+    target = f"{'aarch64' if BUILDS is ARM else 'x86_64'}-{system}"
+    return [sys.executable, "-m", "ziglang", "cc", "-target", target]
 
 
 def name_of(build: str) -> str:
     """The file of a build of these sources."""
     texts = [path.read_text(encoding="utf-8") for path in (*sorted(HERE.glob("*.h")), *SOURCES)]
-    digest = hashlib.sha256(repr([texts, FLAGS, BUILDS[build]]).encode()).hexdigest()
-    return f"{build}-{digest[:16]}.so"
+    digest = hashlib.sha256(repr([texts, FLAGS, (X86 | ARM)[build]]).encode()).hexdigest()
+    return f"{build}-{digest[:16]}{SUFFIX}"
 
 
 def cache_folder() -> Path:
@@ -196,8 +269,10 @@ def _library_file(build: str) -> Path:
         return shipped
     target = cache_folder() / name
     if not (is_ours(target) and is_intact(target)):
-        path = compiler()
-        if path is None:
-            raise FileNotFoundError("there is no C compiler; install gcc")
-        compile_to(target, build, path)
+        command = compiler()
+        if command is None:
+            raise FileNotFoundError(
+                f"there is no C compiler; install {'ziglang' if sys.platform == 'win32' else 'gcc'}"
+            )
+        compile_to(target, build, command)
     return target

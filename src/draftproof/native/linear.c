@@ -16,8 +16,7 @@
 /* Whether this build can be used: of tiles, the kernel of the system has to be asked. */
 int draftproof_usable(void) {
 #if TILES
-    enum { ASK = 0x1023, TILE_DATA = 18 };
-    return !syscall(SYS_arch_prctl, ASK, TILE_DATA);
+    return tiles_allowed();
 #else
     return 1;
 #endif

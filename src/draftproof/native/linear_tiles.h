@@ -1,7 +1,9 @@
 /* Products of many rows with strips of weights, by tiles (AMX), in bfloat16 and in 8 bits. */
 #pragma once
+#ifdef __linux__
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include "linear.h"
 
@@ -9,6 +11,19 @@
  * are asked for; a step is TILE_BLOCK words of a strip, and STEPS of them are made at a time. */
 enum { TILE_ROWS = 16, TILE_BLOCK = 16, TILE_STRIPS = 2 };
 enum { STEP = TILE_BLOCK * LINE, STEPS = 64, EARLY = 4 };
+
+/* Whether the system keeps the tiles of a thread. Linux has to be asked for it. */
+static int tiles_allowed(void) {
+#ifdef __linux__
+    enum { ASK = 0x1023, TILE_DATA = 18 };
+    return !syscall(SYS_arch_prctl, ASK, TILE_DATA);
+#else
+    enum { TILES_KEPT = 3 << 17 };
+    uint32_t kept, upper;
+    __asm__ volatile("xgetbv" : "=a"(kept), "=d"(upper) : "c"(0));
+    return (kept & TILES_KEPT) == TILES_KEPT;
+#endif
+}
 
 /* What the tiles of a thread look like. */
 typedef struct {
