@@ -29,6 +29,15 @@ def test_weights_have_one_name_in_any_precision() -> None:
     assert weights_key(model) != key
 
 
+def test_heads_that_are_not_installed_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fresh("llama")
+    monkeypatch.setitem(SHIPPED, weights_key(model), "heads-of-another-package")
+    engine = load(model)
+    assert isinstance(engine.drafter, Portfolio) and "draftproof-heads" in caplog.text
+
+
 def test_heads_made_for_the_weights_draft_with_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -18,11 +19,14 @@ from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.errors import BadInput, first_line
+from draftproof.model.names import resolve
 from draftproof.model.native_model import NativeModel
 from draftproof.model.target import Target
 
 if TYPE_CHECKING:
     from draftproof.model.loading import PreTrainedModel
+
+log = logging.getLogger("draftproof")
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "none": Plain,
@@ -69,6 +73,9 @@ def imported(name: str, target: Target) -> Drafter:
 def default_name(target: Target) -> str:
     """What drafts when nobody says: the training-free ones, and heads made for these weights."""
     heads = SHIPPED.get(weights_key(target.model)) if target.group.alone else None
+    if heads and not Path(resolve(heads)).exists():
+        log.warning("draft heads for this model are not installed; pip install draftproof-heads")
+        heads = None
     return f"{heads}+portfolio" if heads else "portfolio"
 
 

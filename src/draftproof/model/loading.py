@@ -19,7 +19,12 @@ from draftproof.gguf.config import model_of
 from draftproof.gguf.file import GGUFFile
 from draftproof.model.device import Device
 from draftproof.model.end_tokens import stop_tokens as stop_tokens
-from draftproof.model.names import EMBEDDED, check_model, embedded_names, not_on_the_hub
+from draftproof.model.names import (
+    check_model,
+    embedded_folder,
+    embedded_names,
+    not_on_the_hub,
+)  # fmt: skip
 from draftproof.model.names import resolve as resolve
 from draftproof.model.quantized_model import describe, unpacked_checkpoint
 from draftproof.tokenizer.fast_tokenizer import FastTokenizer, gguf_tokenizer
@@ -35,8 +40,8 @@ log = logging.getLogger("draftproof")
 def embedded(name: str = "demo") -> Path:
     """The folder of an embedded model ("demo" or "demo-draft"), which plain transformers loads as
     well."""
-    folder = EMBEDDED / name
-    if not (folder / "config.json").is_file():
+    folder = embedded_folder(name)
+    if folder is None:
         known = ", ".join(embedded_names())
         raise ModelNotFound(f"there is no embedded model {name!r}; there are: {known}")
     return folder

@@ -8,25 +8,40 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
 from draftproof.errors import NoSuchModel
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 """Models and draft heads that come with the package, each in a folder."""
+HEADS_PACKAGE = "draftproof_heads"
+"""The package of the draft heads that are too large for a wheel of ours; a clone has them."""
 WEIGHTS = ("config.json", "adapter_config.json")
 """Files by which a folder of a model, of draft heads or of an adapter is known."""
 
 
+def _embedded_folders() -> list[Path]:
+    """Folders that have models and draft heads, each in a folder."""
+    found = find_spec(HEADS_PACKAGE)
+    places = found.submodule_search_locations if found is not None else None
+    return [EMBEDDED, *map(Path, places or ())]
+
+
+def embedded_folder(name: str) -> Path | None:
+    """The folder of an embedded model or of draft heads; None if there is none of this name."""
+    folders = (folder / name for folder in _embedded_folders() if name)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
 def resolve(model: str | Path) -> str:
     """What is loaded: the folder of an embedded name, a local folder, or a hub id as it is."""
-    if str(model) and (EMBEDDED / str(model) / "config.json").is_file():
-        return str(EMBEDDED / str(model))
-    return str(model)
+    return str(embedded_folder(str(model)) or model)
 
 
 def embedded_names() -> list[str]:
-    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+    return sorted({path.parent.name for folder in _embedded_folders()
+                   for path in folder.glob("*/config.json")})
 
 
 def is_file_name(name: str) -> bool:
