@@ -16,7 +16,6 @@ class Build(build_py):
         for config in EMBEDDED.glob("*/config.json"):
             if not config.parent.name.startswith("demo"):
                 shutil.copytree(config.parent, package / config.parent.name, dirs_exist_ok=True)
-        (package / "__init__.py").write_text('"""Draft heads for draftproof."""\n')
 
 
 setup(cmdclass={"build_py": Build})

@@ -24,6 +24,7 @@ from draftproof.native.build import (
     LEVELS,
     SOURCES,
     SWITCH,
+    X86,
     able,
     compiler,
     load,
@@ -134,9 +135,11 @@ def test_what_is_compiled_is_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_levels_are_lowered_and_never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "features", lambda: frozenset(BUILDS["avx512"][0].split()))
+    monkeypatch.setattr(module, "BUILDS", X86)
+    monkeypatch.setattr(module, "LEVELS", ("avx2", "avx512", "amx"))
+    monkeypatch.setattr(module, "features", lambda: frozenset(X86["avx512"][0].split()))
     assert able("amx") == able("avx512") == ["avx512", "avx2"] and able("avx2") == ["avx2"]
-    monkeypatch.setattr(module, "features", lambda: frozenset(BUILDS["amx"][0].split()))
+    monkeypatch.setattr(module, "features", lambda: frozenset(X86["amx"][0].split()))
     assert able("avx512") == ["avx512-bf16", "avx512", "avx2"] and able()[0] == "amx"
     with pytest.raises(BadInput, match="choose one of avx2"):
         able("sse9")

@@ -1,0 +1,1 @@
+"""Draft heads for draftproof, each in a folder."""
