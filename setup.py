@@ -1,4 +1,5 @@
-"""Puts the C library, compiled for every level of the processor, into the wheel, where there is a compiler."""
+"""Puts the C library, compiled for every level of the processor, into the wheel, where there is a
+compiler."""
 
 import subprocess
 import sys

@@ -75,8 +75,8 @@ def test_two_processes_may_compile_at_once_and_the_next_finds_what_they_made(cac
     build = able(os.environ.get(ISA, LEVELS[-1]))[0]
     assert [one.communicate(timeout=200)[0].strip() for one in both] == [build] * 2
     assert [one.name for one in cached.iterdir()] == [name_of(build)]
-    made = module._found(build).stat()
-    assert module._found(build).stat().st_mtime_ns == made.st_mtime_ns
+    made = module._library_file(build).stat()
+    assert module._library_file(build).stat().st_mtime_ns == made.st_mtime_ns
 
 
 def test_what_a_wheel_brought_needs_no_compiler(
@@ -88,10 +88,10 @@ def test_what_a_wheel_brought_needs_no_compiler(
     content = b"a library"
     shipped.write_bytes(content + hashlib.sha256(content).digest())
     monkeypatch.setattr(module, "compiler", lambda: None)
-    assert module._found("avx2") == shipped and not cached.exists()
+    assert module._library_file("avx2") == shipped and not cached.exists()
     shipped.write_bytes(content)                            # cut off
     with pytest.raises(FileNotFoundError, match="install gcc"):
-        module._found("avx2")
+        module._library_file("avx2")
 
 
 def test_a_damaged_library_is_compiled_anew(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,17 +106,17 @@ def test_a_damaged_library_is_compiled_anew(cached: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(module, "compile_to", compiled)
     monkeypatch.setattr(module, "compiler", lambda: ["cc"])
-    library = module._found("avx2")
+    library = module._library_file("avx2")
     whole = library.read_bytes()
     assert library.parent == cached and made == ["avx2"]
-    assert module._found("avx2") == library and made == ["avx2"]
+    assert module._library_file("avx2") == library and made == ["avx2"]
     for content in (whole[:-1], whole[: len(whole) // 2], b"", b"A" + whole[1:], whole + b"x"):
         library.write_bytes(content)
         made.clear()
-        assert module._found("avx2").read_bytes() == whole and made == ["avx2"]
+        assert module._library_file("avx2").read_bytes() == whole and made == ["avx2"]
     library.chmod(0o666)
     made.clear()
-    assert module._found("avx2") == library and made == ["avx2"]
+    assert module._library_file("avx2") == library and made == ["avx2"]
 
 
 def test_a_cache_folder_that_others_may_write_to_is_closed(cached: Path) -> None:
@@ -184,6 +184,15 @@ def test_all_works_without_a_compiler(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env={**os.environ, **bare}, capture_output=True, text=True
     )
     assert done.stdout.split() == ["True"] * 4, done.stderr
+    (note,) = done.stderr.splitlines()                          # once, whatever runs
+    assert "slower" in note and "there is no C compiler; install gcc" in note
+
+
+def test_kernels_that_were_switched_off_are_not_missed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DRAFTPROOF_KERNELS", "0")
+    assert library.__wrapped__().loaded is None and not caplog.messages
 
 
 def test_features_have_the_names_of_linux_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-"""The library of other processors and systems: compiled for them, and run by an emulator where there
-is one, with the results of this machine's library."""
+"""The library of other processors and systems: compiled for them, and run by an emulator where
+there is one, with the results of this machine's library."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def results_of(
     flags = [flag for flag in flags_of(build, command) if flag not in ("-O3", "-fPIC")]
     subprocess.run(
         [*command, *flags, "-O1", "-I", str(folder), "-I", str(HERE), str(DRIVER), "-o",
-         str(program), *([] if "windows" in " ".join(command) else ["-ldl"]), "-lm"],
+         str(program), *([] if "windows" in " ".join(command) else ["-ldl", "-Wl,--no-as-needed"]),
+         "-lm"],
         check=True, capture_output=True, cwd=folder
     )  # fmt: skip
     done = subprocess.run(
