@@ -1,6 +1,6 @@
 """Build the wheel, install it with each extra into an empty environment, run one command of each.
 
-    python recipes/packaging/check_extras.py [--extra gguf] [--torch-index URL]
+    python recipes/packaging/check_extras.py [--extra gguf] [--torch-index URL] [--constraint FILE]
 
 Needs the network: pip takes the newest versions that the declared ranges allow. Prints a line per
 extra and ends with 1 if a command failed, or if it wrote anything but its own text.
@@ -25,23 +25,36 @@ COMMANDS: dict[str, list[str]] = {
     "quantize": [*RUN, "--quantize", "int8"],
     "server": ["serve", "--help"],
     "train": ["train", "--help"],
+    "heads": RUN,
+    "plot": ["bench", "--help"],
     "ray": ["run", "--help"],
 }
 """By extra. Those that need a cluster or a GPU only show their help."""
 IMPORTS = {"server": "draftproof.server.api", "train": "peft", "ray": "ray", "gguf": "gguf",
-           "quantize": "torchao"}
+           "quantize": "torchao", "heads": "draftproof_heads", "plot": "matplotlib"}
 
 
-def check(wheel: Path, extra: str, index: str, gguf: str | None, folder: Path) -> str | None:
-    """What went wrong with one extra; None if nothing did."""
+def check(
+    wheel: Path, extra: str, sources: list[str], torch: list[str], gguf: str | None, folder: Path
+) -> str | None:
+    """What went wrong with one extra; None if nothing did.
+
+    Args:
+        wheel: draftproof's.
+        extra: Its extra; empty for the base installation.
+        sources: Arguments of pip: where our own packages are, and constraints.
+        torch: Arguments of pip for torch alone.
+        gguf: A file to run.
+        folder: Where the environment is made.
+    """
     command = COMMANDS[extra]
     if "{gguf}" in command and gguf is None:
         command = ["doctor", "--help"]
     venv.create(folder, with_pip=True)
     python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     requirement = f"{wheel}[{extra}]" if extra else str(wheel)
-    for packages in (["torch", "--index-url", index], [requirement]):
-        install = [python, "-m", "pip", "install", "--quiet", *packages]
+    for packages in (["torch", *torch], [requirement]):
+        install = [python, "-m", "pip", "install", "--quiet", *sources, *packages]
         if (done := subprocess.run(install, capture_output=True, text=True)).returncode:
             return f"pip install {packages[0]} failed: {done.stderr.strip()[-300:]}"
     if extra in IMPORTS:
@@ -62,15 +75,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--extra", choices=[*filter(None, COMMANDS)], action="append")
     parser.add_argument("--torch-index", default=CPU_INDEX)
+    parser.add_argument("--constraint", help="versions to install, torch's too, as pip takes them")
     parser.add_argument("--gguf", help="a GGUF file to run; else only its import is tried")
     given = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory() as there:
-        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", there, ROOT]
+        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", there, ROOT,
+                 ROOT / "packaging" / "heads"]
         subprocess.run(build, check=True)
-        (wheel,) = Path(there).glob("*.whl")
+        (wheel,) = Path(there).glob("draftproof-*.whl")
+        sources, torch = ["--find-links", there], ["--index-url", given.torch_index]
+        if given.constraint:
+            sources, torch = [*sources, "--constraint", given.constraint], []
         for extra in given.extra or COMMANDS:
-            why = check(wheel, extra, given.torch_index, given.gguf, Path(there, extra or "base"))
+            folder = Path(there, extra or "base")
+            why = check(wheel, extra, sources, torch, given.gguf, folder)
             failed |= why is not None
             print(f"{extra or 'base':10} {why or 'ok'}", flush=True)
     sys.exit(failed)

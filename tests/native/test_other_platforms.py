@@ -57,8 +57,8 @@ def declared(folder: Path) -> None:
     functions = re.findall(rf"^(?:{_RETURNS}) draftproof_\w+\([^)]*\)(?=\s*\{{)", text, re.M)
     functions = [function for function in functions if "Team *" not in function]
     used = set(re.findall(r"\b[A-Z]\w+", " ".join(functions)))
-    structures = [found[0] for found in re.finditer(r"typedef struct \{[^}]*\} (\w+);", text)
-                  if found[1] in used]
+    structures = [match[0] for match in re.finditer(r"typedef struct \{[^}]*\} (\w+);", text)
+                  if match[1] in used]
     pointers, loads = [], []
     for function in functions:
         name = re.search(r"draftproof_(\w+)", function)
@@ -112,25 +112,25 @@ def read_results(content: bytes) -> Results:
     """The results that exercise.c wrote, by name. Of rounded numbers: as float32."""
     types: dict[str, npt.DTypeLike] = {"integers": np.int64, "float": np.uint32,
                                        "near": np.float32, "bf16": np.uint16, "bytes": np.uint8}
-    found = Results()
+    results = Results()
     while content:
         line, _, content = content.partition(b"\n")
         name, kind, size = line.decode().split()
         held, content = content[: int(size)], content[int(size) :]
         if kind == "about":                                     # bfloat16, rounded at the end
             wide = np.frombuffer(held, np.uint16).astype(np.uint32) << 16
-            found[name] = wide.view(np.float32)
+            results[name] = wide.view(np.float32)
         else:
-            found[name] = np.frombuffer(held, types[kind])
-    return found
+            results[name] = np.frombuffer(held, types[kind])
+    return results
 
 
-def differences(wanted: Results, found: Results, about: Sequence[str] = ()) -> list[str]:
+def differences(wanted: Results, results: Results, about: Sequence[str] = ()) -> list[str]:
     """The names of results that differ: in their bits, or, of rounded numbers, by more than sums in
     another order differ."""
-    differ = [] if list(wanted) == list(found) else ["the names of results"]
-    for name in wanted.keys() & found.keys():
-        a, b = wanted[name], found[name]
+    differ = [] if list(wanted) == list(results) else ["the names of results"]
+    for name in wanted.keys() & results.keys():
+        a, b = wanted[name], results[name]
         if name in about:
             a, b = ((part.astype(np.uint32) << 16).view(np.float32) for part in (a, b))
         if a.dtype != np.float32:
@@ -161,8 +161,8 @@ def test_every_function_is_exercised(reference: Results) -> None:
     functions = re.findall(rf"^(?:{_RETURNS}) draftproof_(\w+)\(", sources(), re.M)
     inner = {"attention", "norm", "gate", "multiply"}           # of forward
     assert set(functions) - inner == called
-    assert all(np.isfinite(found).all() for name, found in reference.items()
-               if found.dtype == np.float32 and not name.startswith("best_tokens"))
+    assert all(np.isfinite(numbers).all() for name, numbers in reference.items()
+               if numbers.dtype == np.float32 and not name.startswith("best_tokens"))
 
 
 @needs_x86
@@ -173,8 +173,8 @@ def test_the_kernels_for_arm_compute_the_same(
     build: str, reference: Results, tmp_path: Path
 ) -> None:
     library = library_of(build, CROSS_GCC, "linux-aarch64")
-    found = results_of(build, library, CROSS_GCC, tmp_path, QEMU)
-    assert not differences(reference, found, ROUNDED_OTHERWISE.get(build, ()))
+    results = results_of(build, library, CROSS_GCC, tmp_path, QEMU)
+    assert not differences(reference, results, ROUNDED_OTHERWISE.get(build, ()))
 
 
 @needs_zig
@@ -196,5 +196,5 @@ def test_the_library_compiles_for_windows(build: str) -> None:
 def test_the_kernels_compute_the_same_on_windows(reference: Results, tmp_path: Path) -> None:
     target = "x86_64-windows-gnu"
     library = library_of("avx2", (*ZIG, target), target)
-    found = results_of("avx2", library, (*ZIG, target), tmp_path, [str(WINE)])
-    assert not differences(reference, found)
+    results = results_of("avx2", library, (*ZIG, target), tmp_path, [str(WINE)])
+    assert not differences(reference, results)

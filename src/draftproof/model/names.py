@@ -23,8 +23,8 @@ WEIGHTS = ("config.json", "adapter_config.json")
 
 def _embedded_folders() -> list[Path]:
     """Folders that have models and draft heads, each in a folder."""
-    found = find_spec(HEADS_PACKAGE)
-    places = found.submodule_search_locations if found is not None else None
+    package = find_spec(HEADS_PACKAGE)
+    places = package.submodule_search_locations if package is not None else None
     return [EMBEDDED, *map(Path, places or ())]
 
 

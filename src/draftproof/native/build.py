@@ -88,8 +88,8 @@ def _features_by_torch() -> frozenset[str]:
         "fma3": "fma", "bmi": "bmi1", "lzcnt": "abm", "neon": "asimd", "dot": "asimddp",
         **{f"avx512_{part}": f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")},
     }  # fmt: skip
-    found = {name for name, there in torch.cpu.get_capabilities().items() if there is True}
-    names = {renamed.get(name, name) for name in found}
+    features = torch.cpu.get_capabilities().items()
+    names = {renamed.get(name, name) for name, is_there in features if is_there is True}
     # torch does not name MOVBE, which every processor with BMI2 has
     return frozenset(names | ({"movbe"} if "bmi2" in names else set()))
 
