@@ -313,6 +313,7 @@ static void exercise_heads(void) {
 
 static void exercise_lookup(void) {
     int64_t positions[] = {49, 20}, ends[] = {4, 40}, counts[] = {20, 9}, begins[] = {4, 40};
+    int64_t owners[] = {7, (int64_t)3 << 33};
     Texts texts = {random_tokens(100, 5), positions, 2, 50};
     TreeOutput tree = tree_of();
     library.match_prompt(&texts, 4, 1, 8, 2, 4, &tree);
@@ -320,26 +321,28 @@ static void exercise_lookup(void) {
     enum { SLOTS = 64, WAYS = 4, TEXT = 80 };
     int64_t sizes[] = {2, 4}, *tails = random_tokens(32, 5);
     Index index = {.text = random_tokens(TEXT, 5), .places = memory(SLOTS * WAYS * 8),
-        .tags = memory(SLOTS * WAYS * 4), .counts = memory(SLOTS * WAYS * 4),
+        .owners = memory(TEXT * 8), .tags = memory(SLOTS * WAYS * 4), .counts = memory(SLOTS * WAYS * 4),
         .weights = (const int32_t *)random_bytes(2 * 2 * 16 * 4), .sizes = sizes, .room = TEXT,
         .count = 2, .ways = WAYS, .slots = SLOTS, .shift = 20, .follow = 0x2545F491,
         .scatter = 0x1E3779B9, .absent = ABSENT};
-    library.learn_text(&index, tails, ends, texts.tokens, counts, 2, 20);
+    library.learn_text(&index, tails, ends, owners, texts.tokens, counts, 2, 20);
     PUT("learn_text", "integers", index.places, SLOTS * WAYS);
     PUT("learn_text/tags", "bytes", index.tags, SLOTS * WAYS);
     tree = tree_of();
-    library.continue_text(&index, &texts, tails, begins, ends, 0.5f, 3, 3, &tree);
+    library.continue_text(&index, &texts, tails, begins, ends, owners, 0.5f, 3, 3, &tree);
     put_tree("continue_text", &tree, 8);
     Table table = {.tags = memory(2 * SLOTS * 4), .tokens = memory(2 * SLOTS * 3 * 4),
+        .owners = memory(2 * SLOTS * 8),
         .odds = memory(2 * SLOTS * 3 * 4), .best = 3, .slots = SLOTS, .shift = 20,
         .token = 0x2545F491, .before = 0x1E3779B9, .absent = ABSENT};
     int64_t parents[100], last[] = {1, 2};
     for (int i = 0; i < 100; i++) parents[i] = i % 50 - 1;
     int64_t *next = random_tokens(300, 5);
-    library.recycle(&table, texts.tokens, parents, last, next, random_floats(300, 0, 3), 2, 50, 3);
+    library.recycle(&table, texts.tokens, parents, last, owners, next, random_floats(300, 0, 3), 2,
+            50, 3);
     PUT("recycle", "bytes", table.tags, 2 * SLOTS);
     tree = tree_of();
-    library.likely_successors(&table, &texts, last, 2, 2, 3, &tree);
+    library.likely_successors(&table, &texts, last, owners, 2, 2, 3, &tree);
     put_tree("likely_successors", &tree, 8);
     tree = tree_of();
     float *odds = random_floats(40, 0, 1), *judged = random_floats(8, 0, 4);
