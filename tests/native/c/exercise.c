@@ -59,7 +59,8 @@ static void put(const char *name, const char *type, const void *content, size_t 
     fwrite(content, 1, bytes, results);
 }
 
-#define PUT(name, type, content, count) put(name, type, content, (size_t)(count) * sizeof *(content))
+#define PUT(name, type, content, count) \
+    put(name, type, content, (size_t)(count) * sizeof *(content))
 
 /* -- linear layers -- */
 
@@ -107,7 +108,8 @@ static uint8_t *random_rows(int format, int64_t blocks) {
 static Linear layer_of_blocks(int format, int64_t size, int64_t outputs) {
     int64_t blocks = size / blocks_of[format].inputs, strips = padded_to(outputs, 32);
     uint8_t *records = memory(strips * blocks * blocks_of[format].bytes);
-    library.pack(format + 1, random_rows(format, outputs * blocks), outputs, blocks, records, THREADS);
+    library.pack(format + 1, random_rows(format, outputs * blocks), outputs, blocks, records,
+            THREADS);
     return (Linear){.weights = records, .size = size, .padded = size, .outputs = outputs,
         .format = format + 1};
 }
@@ -202,8 +204,9 @@ static void exercise_model(int small) {
     Linear head;
     Model model = model_of(layers, &head);
     model.gelu = small;
-    Way ways[LAYERS] = {{0, HEAD, random_numbers(CAPACITY * HEAD, 1), random_numbers(CAPACITY * HEAD, 1)},
-        {9, HEAD / 2, random_numbers(CAPACITY * HEAD, 1), random_numbers(CAPACITY * HEAD, 1)}};
+    const bf16 *cosines = random_numbers(CAPACITY * HEAD, 1);
+    const bf16 *sines = random_numbers(CAPACITY * HEAD, 1);
+    Way ways[LAYERS] = {{0, HEAD, cosines, sines}, {9, HEAD / 2, cosines, sines}};
     int64_t lengths[] = {37, 3}, parents[] = {-1, 0, 0, 2, 1, -1, 0, 1, 2, 3};
     Read read = {.rows = 2, .nodes = 5, .heads = HEADS, .key_heads = KEY_HEADS, .head_dim = HEAD,
         .capacity = CAPACITY, .context = CAPACITY, .threads = THREADS, .stores = small ? 4 : 2,
@@ -218,8 +221,8 @@ static void exercise_model(int small) {
     int64_t *text = random_tokens(2 * CAPACITY, VOCAB), positions[] = {39, 4}, turns[10], reads[2];
     int64_t chains[10];
     float heats[] = {1, 0.5f}, trusts[] = {1, 1};
-    int64_t longest = library.chain(&read, &model, stores, text, CAPACITY, positions, lengths, 3, 4, 6,
-            NULL, NULL, heats, trusts, -100, ABSENT, chains, turns, reads, work);
+    int64_t longest = library.chain(&read, &model, stores, text, CAPACITY, positions, lengths, 3, 4,
+            6, NULL, NULL, heats, trusts, -100, ABSENT, chains, turns, reads, work);
     PUT(small ? "chain/8" : "chain/16", "integers", chains, 10);
     PUT(small ? "turns/8" : "turns/16", "integers", turns, 10);
     PUT(small ? "longest/8" : "longest/16", "integers", &longest, 1);
@@ -249,9 +252,11 @@ static void exercise_sampling(void) {
     float best[30];
     library.top_tokens(logits, 6, WORDS_OF_TEXT, 5, tokens, best, THREADS);
     PUT("top_tokens", "integers", tokens, 30), PUT("top_tokens/logits", "float", best, 30);
-    library.best_tokens(logits, noise, places, heats, trusts, 6, WORDS_OF_TEXT, 4, odds, tokens, THREADS);
+    library.best_tokens(logits, noise, places, heats, trusts, 6, WORDS_OF_TEXT, 4, odds, tokens,
+            THREADS);
     PUT("best_tokens", "integers", tokens, 24), PUT("best_tokens/odds", "near", odds, 24);
-    int64_t tree[] = {3, 4, 5, 4, 9, 1}, parents[] = {-1, 0, 0, 1, 3, 2}, picks[] = {4, 4, 0, 9, 2, 2};
+    int64_t tree[] = {3, 4, 5, 4, 9, 1}, parents[] = {-1, 0, 0, 1, 3, 2};
+    int64_t picks[] = {4, 4, 0, 9, 2, 2};
     int64_t path[4], counts[4], good = library.well_formed(tree, parents, 1, 6, 3, 10, ABSENT);
     library.accept(tree, parents, picks, 1, 6, 4, ABSENT, path, counts);
     PUT("well_formed", "integers", &good, 1);
@@ -280,8 +285,8 @@ static void exercise_heads(void) {
     Linear blocks[3], projection = layer_of_8(SIZE, VOCAB);
     for (int h = 0; h < 3; h++) blocks[h] = layer_of_16(SIZE, SIZE);
     bf16 *logits = memory(2 * 3 * VOCAB * 2), *work = memory(ROOM);
-    library.heads(blocks, &projection, NULL, random_numbers(2 * SIZE, 1), logits, work, 2, 3, 1, VOCAB,
-            THREADS);
+    library.heads(blocks, &projection, NULL, random_numbers(2 * SIZE, 1), logits, work, 2, 3, 1,
+            VOCAB, THREADS);
     PUT("heads", "about", logits, 2 * 3 * VOCAB);
     bf16 *residuals = random_numbers(3 * SIZE, 1);
     library.residual(blocks, residuals, work, 3, THREADS);
@@ -295,8 +300,8 @@ static void exercise_heads(void) {
     int64_t roots[] = {5, 77};
     float heats[] = {1, 0.5f}, trusts[] = {1, 0.8f};
     TreeOutput tree = tree_of();
-    library.bigram_tree(&pairs, 0.5f, NULL, logits, roots, 2, 3, VOCAB, 4, NULL, NULL, heats, trusts, &tree,
-            (float *)work, THREADS);
+    library.bigram_tree(&pairs, 0.5f, NULL, logits, roots, 2, 3, VOCAB, 4, NULL, NULL, heats,
+            trusts, &tree, (float *)work, THREADS);
     put_tree("bigram_tree", &tree, 8);
     Linear block = layer_of_16(2 * SIZE, 2 * SIZE);
     Recurrence head = {.fed = layer_of_16(SIZE, SIZE), .back = layer_of_16(SIZE, SIZE),
@@ -304,11 +309,12 @@ static void exercise_heads(void) {
         .table = {random_numbers(VOCAB * SIZE, 1), VOCAB, SIZE, 0}, .hidden = SIZE, .layers = 1,
         .smooth = 1};
     tree = tree_of(), tree.nodes = 64;
-    int64_t found = library.beam_search(&head, random_numbers(2 * SIZE, 1), roots, 2, 3, 3, NULL, NULL,
-            heats, trusts, -1000, &tree, work, THREADS);
-    PUT("beam_search/size", "integers", &found, 1);
-    for (int64_t r = 0; r < 2; r++) tree.tokens += r * 64;
-    PUT("beam_search", "integers", tree.tokens - 64, found);
+    int64_t size = library.beam_search(&head, random_numbers(2 * SIZE, 1), roots, 2, 3, 3, NULL,
+            NULL, heats, trusts, -1000, &tree, work, THREADS);
+    PUT("beam_search/size", "integers", &size, 1);
+    PUT("beam_search", "integers", tree.tokens, size);
+    PUT("beam_search/second", "integers", tree.tokens + tree.nodes, size);
+    PUT("beam_search/odds", "near", tree.odds, size);
 }
 
 static void exercise_lookup(void) {
@@ -321,7 +327,8 @@ static void exercise_lookup(void) {
     enum { SLOTS = 64, WAYS = 4, TEXT = 80 };
     int64_t sizes[] = {2, 4}, *tails = random_tokens(32, 5);
     Index index = {.text = random_tokens(TEXT, 5), .places = memory(SLOTS * WAYS * 8),
-        .owners = memory(TEXT * 8), .tags = memory(SLOTS * WAYS * 4), .counts = memory(SLOTS * WAYS * 4),
+        .owners = memory(TEXT * 8), .tags = memory(SLOTS * WAYS * 4),
+        .counts = memory(SLOTS * WAYS * 4),
         .weights = (const int32_t *)random_bytes(2 * 2 * 16 * 4), .sizes = sizes, .room = TEXT,
         .count = 2, .ways = WAYS, .slots = SLOTS, .shift = 20, .follow = 0x2545F491,
         .scatter = 0x1E3779B9, .absent = ABSENT};
@@ -355,8 +362,8 @@ static void exercise_lookup(void) {
     Member members[2] = {{pool, above, odds, 10, 2}, {pool + 20, above + 20, NULL, 10, 2}};
     int64_t pools[40], places[40], classes[40];
     tree = tree_of();
-    library.merge_trees(random_floats(16, 0, 4), 4, 2, 0.3f, members, 2, 2, 20, pools, places, classes,
-            &tree);
+    library.merge_trees(random_floats(16, 0, 4), 4, 2, 0.3f, members, 2, 2, 20, pools, places,
+            classes, &tree);
     put_tree("merge_trees", &tree, 8);
 }
 
