@@ -10,7 +10,7 @@ from batches import admit, decoder, read_elsewhere, running
 from tiny import build
 
 from draftproof.cache.state_cache import BLOCK, StateCache
-from draftproof.cache.state_layer import StateLayer
+from draftproof.cache.state_layer import StateLayer, Trail
 from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Plain
@@ -109,23 +109,44 @@ def chain(*rows: list[int]) -> TokenTree:
 
 
 @torch.inference_mode()
-def test_what_is_rejected_leaves_no_trace_and_waits_to_be_read_again() -> None:
-    own = made("gated delta net")
-    cache = own.new_cache(2, 64)
+@pytest.mark.parametrize(
+    "kind", ["gated delta net", "convolutions", "states and keys in one layer"]
+)
+def test_what_is_rejected_leaves_no_trace(kind: str) -> None:
+    """States after each token are kept where layers record them: nothing waits. Others are read
+    again, in one pass with what comes next."""
+    own = made(kind)
+    cache, records = own.new_cache(2, 64), kind != "states and keys in one layer"
     assert isinstance(cache, StateCache)
     own.read(chain([1, 2, 3], [4, 5, ABSENT]), cache)
     cache.keep(None, torch.tensor([3, 2]))
-    assert cache.waiting.tolist() == [0, 2], "the shorter row was read with junk behind it"
+    assert cache.waiting.tolist() == ([0, 0] if records else [0, 2])
     layer = next(layer for layer in cache.layers if isinstance(layer, StateLayer))
     before = [state.clone() for state in layer.states]
     own.read(chain([6, 9, 9], [7, 8, 9]), cache)
     same = zip(before, layer.states, strict=True)
     assert all(torch.equal(was, now) for was, now in same), "a read commits nothing"
     cache.keep(None, torch.tensor([1, 3]))
-    assert cache.waiting.tolist() == [1, 0]
+    assert cache.waiting.tolist() == ([0, 0] if records else [1, 0])
     logits = own.read(chain([10], [11]), cache).logits
     for row, text in enumerate(([1, 2, 3, 6, 10], [4, 5, 7, 8, 9, 11])):
         agrees(logits[row, -1], own, text)
+
+
+@torch.inference_mode()
+def test_memory_is_flat_where_all_is_rejected() -> None:
+    """As wide a read every round, whatever was rejected before; nothing is kept of reads."""
+    own, widths = made("gated delta net"), set()
+    cache = own.new_cache(1, 512)
+    assert isinstance(cache, StateCache)
+    for token in range(30):
+        tree = cache.fitted(chain([token % VOCAB, 1, 2, 3]))
+        block = cache.block(tree, 0)
+        widths.add(block.tokens.shape[1])
+        own.read(tree, cache)
+        cache.keep(None, torch.tensor([1]))
+        assert len(cache._reads.trails) == 1 and len(cache._reads.marks) <= 1
+    assert widths == {4} and int(cache.lengths) == 30
 
 
 @torch.inference_mode()
@@ -146,7 +167,7 @@ def test_rows_move_with_their_states_and_empty_ones_begin_anew() -> None:
 @torch.inference_mode()
 def test_no_row_waits_longer_than_a_block() -> None:
     """A draft is cut to what fits behind what waits; a row that fills the block moves on."""
-    own = made("convolutions")
+    own = made("states and keys in one layer")
     cache, dice, most = own.new_cache(2, 512), torch.Generator().manual_seed(0), 0
     assert isinstance(cache, StateCache)
     for _ in range(60):
@@ -162,8 +183,12 @@ def test_no_row_waits_longer_than_a_block() -> None:
 
 @torch.inference_mode()
 def test_a_model_whose_states_do_not_carry_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = Trail.after
     taken = StateCache._take
     monkeypatch.setattr(StateCache, "_take", lambda cache, mark, rows: taken(cache, mark, rows[:1]))
+    with pytest.raises(UnsupportedModel, match="the states it kept"):
+        made("states and keys in one layer")
+    monkeypatch.setattr(Trail, "after", lambda trail, row, tokens: after(trail, 0, tokens))
     with pytest.raises(UnsupportedModel, match="the states it kept"):
         made("gated delta net")
 

@@ -1,9 +1,11 @@
 """The cache of a recurrent or hybrid model: states of fixed size, which cannot be cut back by
 tokens.
 
-States are those of each row before its last few committed tokens, which wait: a read reads these
-again, in one pass with what it was asked for. States move on where everything that was read was
-committed. Nothing is read twice by keys and values' account: they are written again as they were.
+Where all layers record their states after each token of a short block (convolutions and gated
+delta nets do), a commit takes those after its last token: a rejected draft costs nothing more. Of
+other layers (state space models) only the states after a whole block are known: those of each row
+before its last few committed tokens, which wait. A read reads these again, in one pass with what it
+was asked for, and states move on where everything that was read was committed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from draftproof.cache.kv_cache import KVCache, Layer, empty_layer
 from draftproof.cache.kv_layer import KVLayer, LayerShape
-from draftproof.cache.state_layer import HybridLayer, StateLayer
+from draftproof.cache.state_layer import HybridLayer, StateLayer, Trail
 from draftproof.cache.state_shape import StateShape
 from draftproof.core.tree import ABSENT, TokenTree
 
@@ -40,6 +42,15 @@ class Block(NamedTuple):
     skipped: Tensor
 
 
+class _Trails(NamedTuple):
+    """States after each token of a block, layer by layer: the first token is node `start` [B] of
+    each row's tree, and there are `tokens`."""
+
+    start: Tensor
+    tokens: int
+    layers: list[Trail]
+
+
 class _Mark(NamedTuple):
     """States that a read went through, layer by layer: after how many nodes of each row's tree [B]
     (0: none of this row)."""
@@ -54,6 +65,7 @@ class _Reads:
     further than those before, and how many nodes each row had, [B]. All on the host."""
 
     marks: list[_Mark] = field(default_factory=list)
+    trails: list[_Trails] = field(default_factory=list)
     present: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
 
@@ -118,6 +130,7 @@ class StateCache(KVCache):
                 known = mark.states
         if known is None:
             self._reads.marks = self._reads.marks if first else []
+            self._reads.trails = self._reads.trails if first else []
             skipped = self.waiting + first
             known = [layer.states for layer in self._stateful]
         start = self.lengths + first - skipped.to(device)
@@ -132,7 +145,13 @@ class StateCache(KVCache):
         return Block(self.text.gather(1, slots), start, skipped)
 
     def was_read(self, block: Block, first: int) -> None:
-        """Note the states after a block, in rows where they are those after a node."""
+        """Note the states after each token of a block, if all layers recorded them, and those after
+        all of it, in rows where they are those after a node."""
+        trails = [layer.take_trail() for layer in self._stateful]
+        kept = [trail for trail in trails if trail is not None]
+        if len(kept) == len(trails):
+            start = first - block.skipped
+            self._reads.trails.append(_Trails(start, block.tokens.shape[1], kept))
         ends = block.tokens.shape[1] - block.skipped + first
         nodes = torch.where((ends > 0) & (ends <= self._reads.present), ends, 0)
         if bool(nodes.any()):
@@ -143,6 +162,7 @@ class StateCache(KVCache):
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit `count` [B] nodes of chains: states move on as far as some are known."""
         counts, moved = count.cpu(), torch.zeros_like(self.waiting)
+        self._follow(counts, moved)
         for mark in reversed(self._reads.marks):
             rows = (moved == 0) & (mark.nodes > 0) & (mark.nodes <= counts)
             moved = torch.where(rows, mark.nodes, moved)
@@ -150,7 +170,22 @@ class StateCache(KVCache):
         self.waiting.copy_(torch.where(moved > 0, 0, self.waiting) + counts - moved)
         left = [_Mark((nodes - counts).clamp(min=0), states) for nodes, states in self._reads.marks]
         self._reads.marks = [mark for mark in left if bool(mark.nodes.any())]
+        self._reads.trails = [trail._replace(start=trail.start - counts)
+                              for trail in self._reads.trails]  # fmt: skip
         super().keep(None, count)
+
+    def _follow(self, counts: Tensor, moved: Tensor) -> None:
+        """Move states of rows to those after `counts` [B] nodes, where these were recorded; `moved`
+        [B] then is that number."""
+        for trails in reversed(self._reads.trails):
+            used = (counts - trails.start).tolist()
+            for row, tokens in enumerate(used):
+                if moved[row] or not counts[row] or not 0 < tokens <= trails.tokens:
+                    continue
+                moved[row] = counts[row]
+                for layer, trail in zip(self._stateful, trails.layers, strict=True):
+                    for store, state in zip(layer.states, trail.after(row, tokens), strict=True):
+                        store[row] = state.to(store.dtype)
 
     def take(self, row: Tensor, other: KVCache) -> None:
         assert isinstance(other, StateCache)
@@ -164,7 +199,7 @@ class StateCache(KVCache):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         order = list(rows)
-        self._reads.marks = []
+        self._reads.marks, self._reads.trails = [], []
         for store in (self.waiting, self.text):
             store[: len(order)] = store[order]
         self.waiting[len(order) :] = 0

@@ -6,7 +6,7 @@ on copies, which `StateCache` takes over where all that was read is committed.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,7 +14,27 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from draftproof.cache.kv_layer import KVLayer
 from draftproof.cache.state_shape import StateShape
-from draftproof.cache.transformers_patches import HandedStates
+from draftproof.cache.transformers_patches import HandedStates, recorded
+
+
+class Trail(NamedTuple):
+    """The states of a layer after each token of a block.
+
+    Attributes:
+        shapes: Of the states.
+        parts: Of each state: inputs [B, channels, W + L] of a convolution after those before them,
+            or L recurrent states [B, ...].
+    """
+
+    shapes: tuple[StateShape, ...]
+    parts: list[Any]
+
+    def after(self, row: int, tokens: int) -> list[Tensor]:
+        """The states of a row after so many tokens of the block, at least one."""
+        return [
+            part[row, :, tokens : tokens + shape.size[-1]] if shape.kind == "conv"
+            else part[tokens - 1][row] for shape, part in zip(self.shapes, self.parts, strict=True)
+        ]  # fmt: skip
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
@@ -28,6 +48,8 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), True)
         self.conv_states: dict[int, Tensor | None] = {}
         self.recurrent_states: dict[int, Tensor | None] = HandedStates()
+        self.joined: dict[int, Tensor] = {}             # inputs of convolutions, those before too
+        self.trails: dict[int, list[Tensor] | None] = {}    # recurrent states after each token
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
@@ -53,6 +75,14 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         states = [kinds[shape.kind].pop(shape.number) for shape in self.shapes]
         return tuple(state for state in states if state is not None)
 
+    def take_trail(self) -> Trail | None:
+        """The states after each token that the last forward read; None if some are not known."""
+        trail = Trail(self.shapes, [
+            self.joined.pop(shape.number, None) if shape.kind == "conv"
+            else self.trails.pop(shape.number, None) for shape in self.shapes
+        ])  # fmt: skip
+        return None if any(part is None for part in trail.parts) else trail
+
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
@@ -61,6 +91,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         assert before is not None
         joined = torch.cat([before, conv_states.to(before.dtype)], -1)
         self.conv_states[state_idx] = joined[..., -before.shape[-1] :]
+        self.joined[state_idx] = joined
         return joined
 
     def update_recurrent_state(
@@ -69,6 +100,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         before = self.recurrent_states.get(state_idx)
         assert before is not None
         self.recurrent_states[state_idx] = recurrent_states.to(before.dtype)
+        self.trails[state_idx] = recorded()
         return recurrent_states
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

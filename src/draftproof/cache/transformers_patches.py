@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -48,10 +48,14 @@ def placed(place: Place | None) -> Iterator[None]:
 
 
 def patch_decoder(model: PreTrainedModel) -> bool:
-    """Correct ALiBi (Bloom, Falcon), and Mamba's scan; whether a model has to know the place
-    of a read."""
+    """Correct ALiBi (Bloom, Falcon) and Mamba's scan, let gated delta nets record their states;
+    whether a model has to know the place of a read."""
     files = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()}]
     _wrap(files, "mamba_selective_scan", _going_on)
+    for file in files:
+        if hasattr(file, "torch_recurrent_gated_delta_rule"):
+            step = partial(_step_by_step, file.torch_recurrent_gated_delta_rule)
+            _wrap([file], "torch_chunk_gated_delta_rule", step)
     alibi = _wrap(files, "build_alibi_tensor", _by_place(_alibi))
     return alibi and bool(getattr(model.config, "alibi", True))
 
@@ -144,6 +148,53 @@ class HandedStates(dict[int, Any]):
 def forget_handed() -> None:
     """No scan of this thread has a state until one is asked for."""
     _scan.state = None
+
+
+@contextmanager
+def recording(tokens: int) -> Iterator[None]:
+    """A read of a block of so many tokens, whose states after each of them are wanted."""
+    _scan.tokens, _scan.trail = tokens, None
+    try:
+        yield
+    finally:
+        _scan.tokens, _scan.trail = 0, None
+
+
+def recorded() -> list[Tensor] | None:
+    """The states after each token of what this thread has just computed, if they were recorded;
+    they are handed out once."""
+    trail: list[Tensor] | None = getattr(_scan, "trail", None)
+    _scan.trail = None
+    return trail
+
+
+def _step_by_step(step: Callable[..., Any], chunk: Callable[..., Any]) -> Callable[..., Any]:
+    """A gated delta rule that goes token by token during a read that is recorded, and so computes
+    each token as a single step would."""
+
+    @wraps(chunk)
+    def stepwise(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any, g: Tensor, beta: Tensor,
+        initial_state: Tensor | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        count = query.shape[1]
+        if args or initial_state is None or count != getattr(_scan, "tokens", 0):
+            return chunk(query, key, value, *args, g=g, beta=beta, initial_state=initial_state,
+                         **options)  # fmt: skip
+        options.pop("chunk_size", None)
+        outputs, state, trail = list[Tensor](), initial_state, list[Tensor]()
+        for token in range(count):
+            part = slice(token, token + 1)
+            output, state = step(
+                query[:, part], key[:, part], value[:, part], g=g[:, part], beta=beta[:, part],
+                initial_state=state.clone(), **options
+            )  # fmt: skip
+            outputs.append(output)
+            trail.append(state)
+        _scan.trail = trail
+        return torch.cat(outputs, 1), state
+
+    return stepwise
 
 
 def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:

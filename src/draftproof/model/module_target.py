@@ -16,7 +16,13 @@ from draftproof.cache.kv_cache import KVCache, key_depths, tree_mask
 from draftproof.cache.kv_layer import KVLayer
 from draftproof.cache.layout import FAILURES, STATES, Layout, LogitScaling
 from draftproof.cache.state_cache import StateCache
-from draftproof.cache.transformers_patches import Place, forget_handed, patch_decoder, placed
+from draftproof.cache.transformers_patches import (
+    Place,
+    forget_handed,
+    patch_decoder,
+    placed,
+    recording,
+)
 from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
@@ -30,6 +36,9 @@ from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.model.target import Target
 from draftproof.weights.disk_cache import was_loaded_by_name
 from draftproof.weights.snapshot import Snapshot
+
+RECORDED = 17
+"""Tokens of a block whose recurrent states are recorded one by one; more are read in chunks."""
 
 
 class ModuleTarget(Target):
@@ -214,7 +223,8 @@ class ModuleTarget(Target):
         last = place[:, -1:] if last_only else place
         kept = width - int(last.min()) if self._trims else width
         try:
-            reading = self._forward(block.tokens, masks, positions, cache, kept, hidden_layers)
+            with recording(width if width <= RECORDED else 0):
+                reading = self._forward(block.tokens, masks, positions, cache, kept, hidden_layers)
         finally:
             forget_handed()
         cache.was_read(block, first)
