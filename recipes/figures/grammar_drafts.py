@@ -1,5 +1,5 @@
-"""Drafts from the grammar: tokens per round and per second on 24 schema-bound prompts, with what the
-schema forces drafted and without, the default drafter in both.
+"""Drafts from the grammar: tokens per round and per second on 24 schema-bound prompts, with what
+the schema forces drafted and without, the default drafter in both.
 
     python recipes/figures/grammar_drafts.py qwen2.5-coder-1.5b-instruct-q8_0.gguf
 
