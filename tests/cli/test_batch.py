@@ -57,7 +57,7 @@ def test_rows_come_in_order_and_resume_after_interruption(
     assert call(*args(target, rows, whole)).code == 0
     assert [row["index"] for row in read(whole)] == list(range(len(ROWS)))
     assert read(whole)[0]["id"] == "long" and read(whole)[0]["tokens"] == 30
-    run, tokens, read_rows = Engine.run, RequestReader.tokens, list[Any]()
+    run, begun, read_rows = Engine.run, RequestReader.begun, list[Any]()
 
     def interrupted(self: Engine, *args: Any) -> Iterator[Update]:
         count = 0
@@ -67,9 +67,9 @@ def test_rows_come_in_order_and_resume_after_interruption(
             count += update.finished
             yield update
 
-    def counted(self: RequestReader, prompt: Any) -> list[int]:
+    def counted(self: RequestReader, prompt: Any) -> tuple[list[int], Any]:
         read_rows.append(prompt)
-        return tokens(self, prompt)
+        return begun(self, prompt)
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "run", interrupted)
@@ -79,7 +79,7 @@ def test_rows_come_in_order_and_resume_after_interruption(
     assert len(written) == 8 and set(written) < set(texts(whole)) and written != sorted(written)
     with broken.open("a") as file:
         file.write('{"index": 11, "input_sha')                  # a line that was being written
-    monkeypatch.setattr(RequestReader, "tokens", counted)
+    monkeypatch.setattr(RequestReader, "begun", counted)
     assert call(*args(target, rows, broken)).code == 0
     assert len(read_rows) == len(ROWS) - 8      # each once; what was finished is not done again
     assert texts(broken) == texts(whole)

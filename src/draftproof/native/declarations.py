@@ -101,15 +101,11 @@ class Checked(NamedTuple):
             if not self.declaration.is_const:
                 self._refuse(where, "C writes to it, and the tensor passed is not contiguous")
             tensor = tensor.contiguous()
-        if self.size is not None and self.room(tensor) < self.size(values):
-            what = "bytes" if self.any_dtype else "elements"
-            self._refuse(where, f"{self.size(values)} {what} were wanted, and {self.room(tensor)} "
-                                "were passed")
+        room, what = ((tensor.nbytes, "bytes") if self.any_dtype else
+                      (tensor.numel(), "elements"))  # fmt: skip
+        if self.size is not None and room < self.size(values):
+            self._refuse(where, f"{self.size(values)} {what} were wanted, and {room} were passed")
         return tensor
-
-    def room(self, tensor: Tensor) -> int:
-        """What its size is compared with."""
-        return tensor.nbytes if self.any_dtype else tensor.numel()
 
     def fits(self, structure: ctypes.Structure, values: Sequence[Any]) -> bool:
         """Whether a structure is of the kind that is pointed to, and has as many rows."""
@@ -162,7 +158,8 @@ def checked_values(
         if isinstance(value, Tensor) and not (
             (value.dtype is check.dtype or check.any_dtype)
             and value.is_cpu and value.layout is torch.strided and value.is_contiguous()
-            and (check.size is None or check.room(value) >= check.size(values))
+            and (check.size is None
+                 or (value.nbytes if check.any_dtype else value.numel()) >= check.size(values))
         ):  # fmt: skip
             checked[place] = check.tensor(value, values, where)
         elif check.is_pointer and not isinstance(value, Tensor) and not (
@@ -189,6 +186,7 @@ class Structure(ctypes.Structure):
     """
 
     checks: ClassVar[tuple[Checked, ...]]
+    places: ClassVar[dict[str, int]]
 
     def __init__(self, *values: Value) -> None:
         rest = self.checks[len(values) :] if values else ()
@@ -208,8 +206,7 @@ class Structure(ctypes.Structure):
 
     def pointed(self, name: str) -> Any:
         """The tensor, array or structure that was passed for a pointer; None for null."""
-        return next(value for check, value in zip(self.checks, self.held, strict=True)
-                    if check.declaration.name == name)
+        return self.held[self.places[name]]
 
 
 def size_helper(function: Callable[..., int]) -> Callable[..., int]:
@@ -279,6 +276,7 @@ def structure(name: str) -> type[Structure]:
     return type(name, (Structure,), {
         "_fields_": [(field.name, field.type) for field in fields],
         "checks": tuple(map(Checked.of, fields)),
+        "places": {field.name: place for place, field in enumerate(fields)},
     })
 
 

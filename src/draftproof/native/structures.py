@@ -154,23 +154,29 @@ def last(starts: Tensor | None) -> int:
 @size_helper
 def width(read: Any) -> int:
     """Tokens that a read reads, as `start_of` counts them."""
-    starts = read.pointed("starts")
-    tokens = read.rows * (read.nodes - read.first) if starts is None else int(starts[read.rows])
-    if tokens < 1:
-        raise BadInput(f"a read of {tokens} tokens was asked for; read at least one")
-    return tokens
+    if not hasattr(read, "width"):
+        starts = read.pointed("starts")
+        nodes = read.rows * (read.nodes - read.first)
+        read.width = nodes if starts is None else int(starts[read.rows])
+        if read.width < 1:
+            raise BadInput(f"a read of {read.width} tokens was asked for; read at least one")
+    return int(read.width)
 
 
 @size_helper
 def hidden(model: Any) -> int:
     """Numbers of a hidden state."""
-    return int(model.pointed("layers")[0].inner.size)
+    if not hasattr(model, "hidden"):
+        model.hidden = int(model.pointed("layers")[0].inner.size)
+    return int(model.hidden)
 
 
 @size_helper
 def vocab_of(model: Any) -> int:
     """Outputs of the head."""
-    return int(model.pointed("head").outputs)
+    if not hasattr(model, "vocab"):
+        model.vocab = int(model.pointed("head").outputs)
+    return int(model.vocab)
 
 
 @size_helper

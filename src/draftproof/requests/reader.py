@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -51,6 +51,8 @@ class RequestReader:
     codec: Codec | None
     stop_tokens: tuple[int, ...]
 
+    split_prompts: ClassVar[Callable[[Any], list[Any]]] = staticmethod(split_prompts)
+
     def read(
         self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int | None,
         sampling: Sampling | Sequence[Sampling], n: int,
@@ -73,30 +75,27 @@ class RequestReader:
                                        self.codec.stream(tokens) if self.codec else None,
                                        source=source) for sample in range(n)]  # fmt: skip
             requests.append(Request(sequences, index=index))
-        note_copies(requests)
+        if len(requests) > 1:
+            note_copies(requests)
         return requests
 
-    def split_prompts(self, prompts: Any) -> list[Any]:
-        """One prompt or many, as a list."""
-        return split_prompts(prompts)
-
     def begun(self, prompt: Prompt) -> tuple[list[int], Any]:
-        """The tokens that the text begins with, and what an encoder reads, if there is one."""
-        return self.tokens(prompt), None
-
-    def tokens(self, raw_prompt: Prompt) -> list[int]:
-        """Token ids of one prompt, checked."""
-        prompt = parse_prompt(raw_prompt)
-        if isinstance(prompt, str):
-            tokens = self._codec("a prompt").encode(prompt) if prompt else []
-        elif prompt and not isinstance(prompt[0], int):
-            tokens = self._codec("a prompt").encode_chat(cast(Messages, prompt))
+        """The tokens that the text begins with, checked, and what an encoder reads, if any."""
+        parsed = parse_prompt(prompt)
+        if isinstance(parsed, str):
+            tokens = self._codec("a prompt").encode(parsed) if parsed else []
+        elif parsed and not isinstance(parsed[0], int):
+            tokens = self._codec("a prompt").encode_chat(cast(Messages, parsed))
         else:
-            tokens = cast(list[int], prompt)
+            tokens = cast(list[int], parsed)
         if not tokens:
             raise BadInput("the prompt is empty; give at least one word or token")
         self._known(tokens, "the prompt")
-        return tokens
+        return tokens, None
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Token ids of one prompt, checked."""
+        return RequestReader.begun(self, prompt)[0]
 
     def _codec(self, what: str) -> Codec:
         if self.codec is None:
