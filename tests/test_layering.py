@@ -60,10 +60,16 @@ def test_a_file_is_short_and_imports_only_the_folders_above_it(path: Path) -> No
     if floor(path) in ("errors", "native", "core"):
         assert roots <= {"torch", "draftproof", "__future__", *sys.stdlib_module_names}
     text = path.read_text()
-    assert len(text.splitlines()) <= 400
+    prose = 0
     for node in ast.walk(ast.parse(text)):
+        lines = 0
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            if ast.get_docstring(node) is not None:
+                lines = (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            prose += lines
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 60, node.name
+            assert (node.end_lineno or 0) - node.lineno - lines < 60, node.name
+    assert len(text.splitlines()) - prose <= 350
 
 
 def test_drafters_never_import_each_other() -> None:

@@ -22,7 +22,15 @@ class Reading(NamedTuple):
     hidden: Tensor | None = None
 
     def gather(self, logits: Tensor, hidden: Tensor) -> Reading:
-        """The logits at places [B, n], and the hidden states at places of theirs."""
+        """The logits at places [B, n], and the hidden states at places of theirs.
+
+        Args:
+            logits: Logits of nodes that were read in parts.
+            hidden: Their hidden states.
+
+        Returns:
+            One reading of all.
+        """
         taken = self.logits.gather(1, logits[..., None].expand(-1, -1, self.logits.shape[-1]))
         if self.hidden is None:
             return Reading(taken)
@@ -30,7 +38,15 @@ class Reading(NamedTuple):
         return Reading(taken, self.hidden.gather(1, index))
 
     def part(self, rows: slice, width: int) -> Reading:
-        """Of these rows, and of their first nodes."""
+        """Of these rows, and of their first nodes.
+
+        Args:
+            rows: The rows to take.
+            width: How many nodes to take, from the first.
+
+        Returns:
+            The reading of that part.
+        """
         hidden = self.hidden[rows, :width] if self.hidden is not None else None
         return Reading(self.logits[rows, :width], hidden)
 
@@ -67,7 +83,14 @@ class Accepted:
     drafted: Tensor | None = None
 
     def select(self, rows: Tensor) -> Accepted:
-        """What these rows [B] accepted, in this order."""
+        """What these rows [B] accepted, in this order.
+
+        Args:
+            rows: Rows to take, int64 [b].
+
+        Returns:
+            The same of those rows.
+        """
         parts = (self.nodes, self.count, self.root)
         nodes, count, root = (part.index_select(0, rows) for part in parts)
         distance = self.distance.index_select(0, rows) if self.distance is not None else None
@@ -140,7 +163,19 @@ class Commit:
         cls, rows: Sequence[int], tree: TokenTree, reading: Reading, accepted: Accepted,
         top: int = 0, ops: Ops = TORCH,
     ) -> Commit:  # fmt: skip
-        """The accepted nodes of a tree read for `rows`, with the `top` successors of each node."""
+        """The accepted nodes of a tree read for `rows`, with the `top` successors of each node.
+
+        Args:
+            rows: The running rows.
+            tree: What was read.
+            reading: What the target returned for it.
+            accepted: What the rule accepted.
+            top: How many of the likeliest tokens after each node the drafter wants; 0 for none.
+            ops: The operators of the device.
+
+        Returns:
+            What the drafter is told of the round.
+        """
         tokens = tree.tokens if tree.is_chain else tree.tokens.gather(1, accepted.nodes)
         hidden = reading.hidden
         if hidden is not None and not tree.is_chain and len(hidden) == 1:

@@ -51,12 +51,27 @@ class TokenTree:
 
     @classmethod
     def root(cls, tokens: Tensor) -> TokenTree:
-        """Only the root: `tokens` [B]. Plain autoregressive decoding."""
+        """Only the root: `tokens` [B]. Plain autoregressive decoding.
+
+        Args:
+            tokens: The roots, int64 [B].
+
+        Returns:
+            Trees of one node.
+        """
         return cls.chain(tokens[:, None])
 
     @classmethod
     def chain(cls, tokens: Tensor, draft_probs: Tensor | None = None) -> TokenTree:
-        """A chain per row: `tokens` [B, N], the root first. A prompt is read as one."""
+        """A chain per row: `tokens` [B, N], the root first. A prompt is read as one.
+
+        Args:
+            tokens: Root and draft tokens, int64 [B, N].
+            draft_probs: What each token was drawn from, if it was drawn.
+
+        Returns:
+            Trees of one path.
+        """
         form, limit = chain_form(*tokens.shape, tokens.device), tokens.shape[1] - 1
         return cls(tokens, form.parents, limit, draft_probs, is_chain=True, form=form)
 
@@ -65,7 +80,17 @@ class TokenTree:
         cls, tokens: Tensor, shape: TreeShape, draft_probs: Tensor | None = None,
         confidence: Tensor | None = None,
     ) -> TokenTree:  # fmt: skip
-        """The same static shape in every row: `tokens` [B, N] in the shape's node order."""
+        """The same static shape in every row: `tokens` [B, N] in the shape's node order.
+
+        Args:
+            tokens: Root and draft tokens, int64 [B, N].
+            shape: The parents of the nodes.
+            draft_probs: What each token was drawn from, if it was drawn.
+            confidence: The probability that each node is accepted.
+
+        Returns:
+            Trees of this shape.
+        """
         form, limit = shape_form(shape, len(tokens), tokens.device), len(shape.levels) - 1
         return cls(tokens, form.parents, limit, draft_probs, shape.is_chain, confidence, form=form)
 
@@ -77,6 +102,14 @@ class TokenTree:
         The first `nodes` distinct prefixes in path-major order are kept (at least D). votes:
         [B, W, D] what each path adds to the confidence of each of its prefixes, falling along the
         path; the `nodes` of highest confidence are kept instead. No host synchronisation.
+
+        Args:
+            paths: Token ids from the root on, for each row.
+            nodes: The most nodes of a tree.
+            votes: The weight of each path.
+
+        Returns:
+            The trees of their common beginnings.
         """
         width, length = paths.shape[1:]
         same = (paths[:, :, None] == paths[:, None]).cumprod(-1).bool()             # [B, W, W, D]
@@ -101,6 +134,16 @@ class TokenTree:
 
         The root is the pool's node 0; what has confidence 0 is not there. A parent comes before its
         children and is no less likely. No host synchronisation.
+
+        Args:
+            tokens: Tokens of a pool of nodes, int64 [B, P].
+            parents: Their parents in the pool.
+            confidence: The probability that each is accepted.
+            nodes: How many to keep.
+            depth_limit: The depth that no node exceeds.
+
+        Returns:
+            Trees of the likeliest.
         """
         numbers = torch.arange(tokens.shape[1], device=tokens.device)
         nodes = min(nodes, len(numbers))
@@ -117,7 +160,14 @@ class TokenTree:
 
     @classmethod
     def concat(cls, trees: Sequence[TokenTree]) -> TokenTree:
-        """Trees of the same roots side by side, each with its own root: a pool, not yet a tree."""
+        """Trees of the same roots side by side, each with its own root: a pool, not yet a tree.
+
+        Args:
+            trees: Trees of different rows.
+
+        Returns:
+            Trees of all rows.
+        """
         parents, start = list[Tensor](), 0
         for tree in trees:
             parents.append(torch.where(tree.parents < 0, -1, tree.parents + start))
@@ -126,7 +176,15 @@ class TokenTree:
         return cls(tokens, torch.cat(parents, 1), max(tree.depth_limit for tree in trees))
 
     def merged(self, confidence: Tensor, nodes: int) -> TokenTree:
-        """The tree of the likeliest `nodes` of a pool: of nodes with one text the best counts."""
+        """The tree of the likeliest `nodes` of a pool: of nodes with one text the best counts.
+
+        Args:
+            confidence: The probability that each node is accepted.
+            nodes: How many to keep.
+
+        Returns:
+            Trees in which equal paths are one.
+        """
         same = (self.texts[:, :, None] == self.texts[:, None]).all(-1)
         best = torch.where(same, confidence[:, None], 0).amax(2)
         first = same.to(torch.uint8).argmax(2)                  # [B, N] node with the same text
@@ -136,7 +194,14 @@ class TokenTree:
         return self.likeliest(self.tokens, parents, chances, nodes, self.depth_limit)
 
     def within_budget(self, nodes: int) -> TokenTree:
-        """The likeliest nodes, `nodes` per row on average; as it is without confidence."""
+        """The likeliest nodes, `nodes` per row on average; as it is without confidence.
+
+        Args:
+            nodes: The most nodes after the root.
+
+        Returns:
+            Trees without what exceeds them.
+        """
         if self.confidence is None:
             return self
         rows, width = self.tokens.shape
@@ -196,7 +261,15 @@ class TokenTree:
         return self.form.depths if self.form is not None else self.ancestors.sum(-1) - 1
 
     def positions(self, lengths: Tensor, limit: int) -> Tensor:
-        """[B, N] where each node is, after `lengths` [B] tokens, below `limit`."""
+        """[B, N] where each node is, after `lengths` [B] tokens, below `limit`.
+
+        Args:
+            lengths: Committed tokens of each row, int64 [B].
+            limit: The last position there is.
+
+        Returns:
+            int64 [B, N].
+        """
         return (lengths[:, None] + self.depths).clamp(max=limit - 1)
 
     @cached_property
@@ -213,7 +286,14 @@ class TokenTree:
         return self.tokens != ABSENT
 
     def path_to(self, node: Tensor) -> Tensor:
-        """[B, D] indices from the root to `node` [B]; places beyond hold their own index."""
+        """[B, D] indices from the root to `node` [B]; places beyond hold their own index.
+
+        Args:
+            node: The node of each row, int64 [B].
+
+        Returns:
+            Nodes from the root on.
+        """
         length, (rows, nodes) = self.depth_limit + 1, self.tokens.shape
         on_path = self.ancestors.gather(1, node[:, None, None].expand(-1, 1, nodes))[:, 0]
         place = torch.where(on_path, self.depths, length)

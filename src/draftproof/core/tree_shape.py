@@ -40,7 +40,14 @@ class TreeShape:
 
     @classmethod
     def branching(cls, children: Sequence[int]) -> TreeShape:
-        """Every node of depth d has ``children[d]`` children; ``(2, 2, 1)`` drafts 2 + 4 + 4."""
+        """Every node of depth d has ``children[d]`` children; ``(2, 2, 1)`` drafts 2 + 4 + 4.
+
+        Args:
+            children: How many children the nodes of each level have.
+
+        Returns:
+            The shape.
+        """
         paths: list[tuple[int, ...]] = []
         level: list[tuple[int, ...]] = [()]
         for width in children:
@@ -50,7 +57,15 @@ class TreeShape:
 
     @classmethod
     def from_digits(cls, digits: Iterable[str]) -> TreeShape:
-        """Paths written as digit strings, one digit per rank: ``["0", "1", "00"]``."""
+        """Paths written as digit strings, one digit per rank: ``["0", "1", "00"]``.
+
+        Args:
+            digits: The rank of the token at each level, for each node, as in the file of a
+                published tree.
+
+        Returns:
+            The shape.
+        """
         return cls(tuple(tuple(int(digit) for digit in path) for path in digits))
 
     @lru_cache(maxsize=256)  # noqa: B019 - shapes are few, small and live as long as the engine

@@ -54,12 +54,27 @@ class Typical:
 
         The root has noise of its own: a drafter may have looked at the noise of the target's
         choice, and where its token was rejected that choice would no longer be distributed as p.
+
+        Args:
+            tree: What was drafted.
+            logits: The target's, [B, N, V].
+            frontier: The committed text of each row.
+
+        Returns:
+            What is accepted, and the new roots.
         """
         probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
         return accept_by_typicality(tree, probs, frontier.sampler.chance(frontier.prefix), self)
 
     def threshold(self, probs: Tensor) -> Tensor:
-        """[...] the probability a token must exceed under each distribution [..., V]."""
+        """[...] the probability a token must exceed under each distribution [..., V].
+
+        Args:
+            probs: The target's distribution, [..., V].
+
+        Returns:
+            The least probability of a typical token, [...].
+        """
         entropy = -(probs * (probs + 1e-5).log()).sum(-1)
         return (self.delta * (-entropy).exp()).clamp(max=self.epsilon)
 

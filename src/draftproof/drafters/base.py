@@ -57,41 +57,93 @@ class Drafter(ABC):
     def unread(self, pending: int = 0) -> int:
         """Committed tokens, over all rows, that it must read before it can propose. Default: none.
 
-        pending: tokens of each row that `observe` has yet to bring."""
+        Args:
+            pending: Tokens of each row that `observe` has yet to bring.
+
+        Returns:
+            How many tokens it would have to read before it can draft.
+        """
         return 0
 
     def for_run(self, rows: int, capacity: int, ops: Ops) -> Self:
-        """A started copy that serves one run: what `start` assigns is its own, the rest shared."""
+        """A started copy that serves one run: what `start` assigns is its own, the rest shared.
+
+        Args:
+            rows: Rows of the batch.
+            capacity: The most tokens of a row.
+            ops: The operators of the device.
+
+        Returns:
+            A drafter with its own memory and the same weights.
+        """
         copied = copy.copy(self)
         copied.start(rows, capacity, ops)
         return copied
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
-        """Assign empty memory for `rows` rows of `capacity` tokens; compute with `ops`."""
+        """Assign empty memory for `rows` rows of `capacity` tokens; compute with `ops`.
+
+        Args:
+            rows: Rows of the batch.
+            capacity: The most tokens of a row.
+            ops: The operators of the device.
+        """
         self.ops = ops
 
     def begin(self, rows: Sequence[int], sources: Sequence[Any]) -> None:
-        """Rows that come next are about these sources, of an encoder-decoder. Default: nothing."""
+        """Rows that come next are about these sources, of an encoder-decoder. Default: nothing.
+
+        Args:
+            rows: Rows that begin a text.
+            sources: What the encoder reads of each.
+        """
 
     def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
         """Rows that come next, and whose they are: 0, or random numbers of 64 bits. What a drafter
         keeps of a text beyond its row may draft for rows of the same owner alone. Default: nothing,
-        as nothing is kept."""
+        as nothing is kept.
+
+        Args:
+            rows: Rows that begin a text.
+            owners: Who owns each text.
+        """
 
     def observe(self, commit: Commit) -> None:
         """Learn what was committed: each row's prompt first, then every round. Default: nothing.
 
-        Rows are consecutive. Rounds in which it was not asked may come several as one commit."""
+        Rows are consecutive. Rounds in which it was not asked may come several as one commit.
+
+        Args:
+            commit: The tokens that were committed, and what the target said of them.
+        """
 
     @abstractmethod
     def propose(self, frontier: Frontier) -> TokenTree:
-        """The root at node 0, and at most `frontier.budget` (at least 1) nodes below it per row."""
+        """The root at node 0, and at most `frontier.budget` (at least 1) nodes below it per row.
+
+        Args:
+            frontier: The committed text of each row, its root, and how much to draft.
+
+        Returns:
+            A tree of draft tokens for each row.
+        """
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the memory of these rows, in this order; a row may be repeated. Default: nothing."""
+        """Keep the memory of these rows, in this order; a row may be repeated. Default: nothing.
+
+        Args:
+            rows: The rows that go on, in their new order.
+        """
 
     def drafted_by(self, tree: TokenTree) -> list[list[str]]:
-        """The name of the drafter of each node of its last proposal, [B, N], for people to see."""
+        """The name of the drafter of each node of its last proposal, [B, N], for people to see.
+
+        Args:
+            tree: A tree that it proposed.
+
+        Returns:
+            For each row, the name of the method that drafted each node.
+        """
         return [[self.name] * len(row) for row in tree.tokens]
 
 

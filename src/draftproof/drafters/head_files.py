@@ -123,6 +123,10 @@ def write_head(head: DraftHead, folder: str | Path) -> None:
     """Write a head, but for what it shares with the target, so that `read_head` reads it.
 
     Overwrites a head of the same kind; raises BadInput for a folder that holds other weights.
+
+    Args:
+        head: The head.
+        folder: Where it is written; it is made if it is not there.
     """
     folder = Path(folder)
     files = [file.name for kind in weight_files.weight_files(folder) for file in kind]

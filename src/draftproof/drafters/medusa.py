@@ -83,7 +83,17 @@ class MedusaHead(DraftHead):
         cls, vocabulary: Vocabulary, num_heads: int = 5, num_layers: int = 1,
         share_lm_head: bool = True,
     ) -> MedusaHead:  # fmt: skip
-        """Heads that predict what this target's own does, in at least float32, on its device."""
+        """Heads that predict what this target's own does, in at least float32, on its device.
+
+        Args:
+            vocabulary: The target's embeddings and head.
+            num_heads: How many tokens ahead are predicted.
+            num_layers: Residual blocks of each head.
+            share_lm_head: Whether the target's own head is used.
+
+        Returns:
+            A head to train.
+        """
         head = cls(MedusaConfig(
             num_heads=num_heads, num_layers=num_layers, hidden_size=vocabulary.hidden_size,
             vocab_size=vocabulary.vocab_size, share_lm_head=share_lm_head,
@@ -160,7 +170,15 @@ class Medusa(HeadDrafter[MedusaHead]):
         return self.ops.run(bigram_tree, self.bigrams, logits, frontier, nodes, shape, WEIGHT)
 
     def logits(self, rows: int, heads: int) -> Tensor:
-        """[rows, heads, V] what the first heads say of the first rows."""
+        """[rows, heads, V] what the first heads say of the first rows.
+
+        Args:
+            rows: Rows that are drafted for.
+            heads: How many heads to run.
+
+        Returns:
+            Logits [B, heads, V].
+        """
         return self.ops.run(heads_logits, self, self.hidden[:rows], heads)
 
     def _packed(self) -> PackedHeads | None:

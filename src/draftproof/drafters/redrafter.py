@@ -103,6 +103,16 @@ class ReDrafterHead(DraftHead):
         """A head in at least float32 on the target's device that begins as the target's LM head.
 
         exit_dim: from once to twice the hidden size; None: twice, or once with `share_lm_head`.
+
+        Args:
+            vocabulary: The target's embeddings and head.
+            steps: How many tokens ahead it is trained to predict.
+            num_layers: Residual blocks of the head.
+            exit_dim: The width of its own projection's input; None for the target's.
+            share_lm_head: Whether the target's own head is used.
+
+        Returns:
+            A head to train.
         """
         hidden = vocabulary.hidden_size
         width = exit_dim if exit_dim is not None else (1 if share_lm_head else 2) * hidden
@@ -126,7 +136,15 @@ class ReDrafterHead(DraftHead):
         return [] if self.config.share_lm_head else [cast(nn.Linear, self.lm_head[-1])]
 
     def advance(self, embedded: Tensor, state: Tensor | None) -> Tensor:
-        """[..., H] the state s after one more token e: f(W e + U s + b); s is None at first."""
+        """[..., H] the state s after one more token e: f(W e + U s + b); s is None at first.
+
+        Args:
+            embedded: The embedding of the token read, [..., H].
+            state: The recurrent state, [..., H].
+
+        Returns:
+            The next state.
+        """
         mixed: Tensor = self.rnn_w(embedded)
         if state is not None:
             mixed = mixed + self.rnn_u(state)
@@ -135,7 +153,16 @@ class ReDrafterHead(DraftHead):
         return F.silu(mixed) if self.config.rnn_activation == "silu" else mixed
 
     def logits(self, context: Tensor, state: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """[..., V or D] after the tokens in `state`; context [..., H]: the hidden state before."""
+        """[..., V or D] after the tokens in `state`; context [..., H]: the hidden state before.
+
+        Args:
+            context: The target's hidden state, [..., H].
+            state: The recurrent state, [..., H].
+            vocabulary: The target's embeddings and head.
+
+        Returns:
+            Logits [..., V].
+        """
         inputs = torch.cat([context, state], -1)
         if self.config.exit_dim != 2 * self.config.hidden_size:
             inputs = self.input_proj(inputs)
@@ -152,7 +179,12 @@ class ReDrafterHead(DraftHead):
         """The input projection that predicts the target's next hidden states, by least squares.
 
         Of the hidden state h of token t and the recurrence's state s after token t + 1 + step,
-        P [h; s; 1] is to be the hidden state of that token: ridge regression over all steps."""
+        P [h; s; 1] is to be the hidden state of that token: ridge regression over all steps.
+
+        Args:
+            texts: Hidden states and tokens to fit.
+            vocabulary: The target's embeddings and head.
+        """
         if self.config.exit_dim == 2 * self.config.hidden_size:
             return                                                      # it has no such projection
         covariance, moments = (torch.zeros((), dtype=torch.float32) for _ in range(2))

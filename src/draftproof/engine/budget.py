@@ -40,10 +40,21 @@ class Budget(ABC):
 
     @abstractmethod
     def choose(self, state: State) -> int:
-        """Draft tokens per row of the coming round."""
+        """Draft tokens per row of the coming round.
+
+        Args:
+            state: What is known before the round.
+
+        Returns:
+            Nodes to draft per row; 0 for none.
+        """
 
     def record(self, done: Round) -> None:
-        """The round that was chosen is over. Default: nothing is learned."""
+        """The round that was chosen is over. Default: nothing is learned.
+
+        Args:
+            done: What the round drafted, accepted and took.
+        """
 
 
 class Fixed(Budget):

@@ -107,7 +107,7 @@ class Decoder:
         step of its own."""
         evenly = self.chunks if prefill.apart and self.batch.running else None
         with self.clock.prefill:
-            joins = prefill.finished
+            joins: bool = prefill.finished
             if not joins:
                 joins = prefill.read(evenly.tokens if evenly is not None else None)
                 joins = joins and evenly is None

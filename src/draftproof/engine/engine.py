@@ -136,7 +136,15 @@ class Engine:
     def as_completed(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]
     ) -> Iterator[Completion]:
-        """As `generate`, but each completion comes as soon as it is finished."""
+        """As `generate`, but each completion comes as soon as it is finished.
+
+        Args:
+            prompts: As for `generate`.
+            **options: As for `generate`.
+
+        Yields:
+            Completions in the order in which they end.
+        """
         reject_unknown_options("Engine.as_completed", options, Options.__annotations__)
         batch_size = options.get("batch_size")
         check_count("batch_size", 1 if batch_size is None else batch_size)
@@ -169,6 +177,14 @@ class Engine:
     ) -> Generator[Update, None, None]:
         """Complete one prompt, an update per round; the last carries the completion.
 
+        Args:
+            prompt: As for `generate`.
+            max_new_tokens: At most so many; None leaves it to `sampling`.
+            sampling: None takes the engine's defaults.
+
+        Yields:
+            What each step brought.
+
         Raises:
             BadInput: The request cannot be honoured; nothing has run.
         """
@@ -181,6 +197,14 @@ class Engine:
         """As `stream`, for asyncio: any number of them run side by side, in a thread of the engine.
 
         Whoever leaves the loop, or is cancelled, aborts the request.
+
+        Args:
+            prompt: As for `generate`.
+            max_new_tokens: At most so many; None leaves it to `sampling`.
+            sampling: None takes the engine's defaults.
+
+        Yields:
+            What each step brought.
         """
         (request,) = await asyncio.to_thread(
             self.read, [prompt], max_new_tokens=max_new_tokens, sampling=sampling
@@ -230,6 +254,9 @@ class Engine:
 
         Its last update has the completion so far, with the finish reason "abort". Nothing happens
         if it has ended.
+
+        Args:
+            request: The request, or its id.
         """
         for other in self.scheduler.requests():
             if request in (other, other.id):
@@ -261,6 +288,12 @@ class Engine:
     ) -> list[Request]:  # fmt: skip
         """Tokenise prompts and check what is asked for; rounds go on meanwhile.
 
+        Args:
+            prompts: As for `generate`.
+            max_new_tokens: At most so many; None leaves it to `sampling`.
+            sampling: One for all prompts, or one for each; None takes the engine's defaults.
+            n: How many samples of each prompt are wanted.
+
         Returns:
             A request for each prompt, for a scheduler.
 
@@ -275,7 +308,13 @@ class Engine:
     def check(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
     ) -> None:
-        """Raise BadInput if `generate` could not honour this request."""
+        """Raise BadInput if `generate` could not honour this request.
+
+        Args:
+            prompt: As for `generate`.
+            max_new_tokens: At most so many; None leaves it to `sampling`.
+            sampling: None takes the engine's defaults.
+        """
         self.read([prompt], max_new_tokens=max_new_tokens, sampling=sampling)
 
     def new_scheduler(
@@ -299,7 +338,15 @@ class Engine:
     ) -> Iterator[Scheduler]:
         """A scheduler for requests of `read` alone; what has not ended is aborted at the end.
 
-        batch_size: sequences that run side by side; None takes all, up to 8."""
+        batch_size: sequences that run side by side; None takes all, up to 8.
+
+        Args:
+            requests: What `read` returned.
+            batch_size: Sequences that run side by side; None takes all, up to 8.
+
+        Yields:
+            The scheduler.
+        """
         n = max((len(request.sequences) for request in requests), default=1)
         rows = max(n, min(batch_size or 8, sum(len(request.sequences) for request in requests)))
         if self.shapes.closed and batch_size is not None:       # as many as declared, needed or not
@@ -338,16 +385,32 @@ class Engine:
 
         For devices that compile what they meet, with closed shapes. sampling: what will be asked
         for; filters and penalties have shapes of their own.
+
+        Args:
+            tokens: The longest text that will be written, its prompt included.
+            batch_size: Sequences that run side by side.
+            sampling: None takes the engine's defaults.
         """
         warm_up(self, tokens, batch_size, sampling or self.sampling)
 
     def decoder(self, rows: int, tokens: int) -> Decoder:
-        """For so many rows of texts of up to so many tokens; `lock` is to be held in its rounds."""
+        """For so many rows of texts of up to so many tokens; `lock` is to be held in its rounds.
+
+        Args:
+            rows: Rows of the batch.
+            tokens: Tokens of prompt and text that each has room for.
+        """
         capacity = self.shapes.capacity(tokens + self.budget.most + 2)
         return self.new_decoder(self.budget, self.shapes.rows(rows), capacity)
 
     def new_decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
-        """As `decoder`, with another budget and exactly this capacity."""
+        """As `decoder`, with another budget and exactly this capacity.
+
+        Args:
+            budget: How much to draft.
+            rows: Rows of the batch.
+            capacity: Tokens that a row of the cache has room for.
+        """
         rule, drafter, group = self.rule, self.drafter, self.target.group
         if not group.alone:
             drafter, rule = BroadcastDrafter(drafter, group), broadcast_rule(rule, group)

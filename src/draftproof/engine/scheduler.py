@@ -58,6 +58,9 @@ class Scheduler:
     def add(self, request: Request) -> Request:
         """Queue a request.
 
+        Args:
+            request: What `Engine.read` returned.
+
         Returns:
             The request.
 
@@ -74,7 +77,11 @@ class Scheduler:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request before the next step; nothing happens if it has ended."""
+        """End a request before the next step; nothing happens if it has ended.
+
+        Args:
+            request: The request to end.
+        """
         self._aborted.append(request)
 
     def has_unfinished_requests(self) -> bool:
@@ -103,6 +110,9 @@ class Scheduler:
 
     def fail(self, error: Exception) -> list[Update]:
         """End everything that runs with an error, after a step that failed; what waits goes on.
+
+        Args:
+            error: What the step raised.
 
         Returns:
             The last update of each sequence.

@@ -29,22 +29,50 @@ class ShapePolicy:
             raise BadInput(f"a bucket of {self.bucket} tokens was given; it must be at least 1")
 
     def rows(self, wanted: int) -> int:
-        """Rows of a batch that is to run so many at a time."""
+        """Rows of a batch that is to run so many at a time.
+
+        Args:
+            wanted: Rows that are needed.
+
+        Returns:
+            Rows to allocate.
+        """
         return 1 << (wanted - 1).bit_length() if self.closed else wanted
 
     def capacity(self, tokens: int) -> int:
-        """Positions per row for texts of so many tokens, scratch included."""
+        """Positions per row for texts of so many tokens, scratch included.
+
+        Args:
+            tokens: Tokens that are needed.
+
+        Returns:
+            Tokens to allocate.
+        """
         buckets, step = -(-tokens // BUCKET), -(-(self.bucket or 1) // BUCKET)
         if self.closed and self.bucket is None:
             return BUCKET << (buckets - 1).bit_length()
         return -(-buckets // step) * step * BUCKET
 
     def chunk(self, tokens: int) -> int:
-        """Tokens of the next read of a prompt of which so many are left, padding included."""
+        """Tokens of the next read of a prompt of which so many are left, padding included.
+
+        Args:
+            tokens: Tokens of a prompt that are left to read.
+
+        Returns:
+            Tokens to read now.
+        """
         return chunk_of(tokens, self.closed)
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        """Draft sizes to choose from when they are closed: reads of 1, 2, 4, 8, ... nodes."""
+        """Draft sizes to choose from when they are closed: reads of 1, 2, 4, 8, ... nodes.
+
+        Args:
+            most: The most nodes of a draft.
+
+        Returns:
+            The sizes of draft to choose from, ascending.
+        """
         return (*(size for size in ((1 << power) - 1 for power in range(12)) if size < most), most)
 
 

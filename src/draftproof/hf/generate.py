@@ -73,6 +73,22 @@ def generate(
     Returns [B, S + new] ids, or the output class if `return_dict_in_generate`. Greedy tokens are
     those of transformers; sampled ones have the same distribution, and depend on
     `torch.manual_seed`. Raises BadInput for what cannot be honoured.
+
+    Args:
+        model: The model whose `generate` calls this.
+        input_ids: int64 [B, S], left-padded where `attention_mask` is 0; of an encoder-decoder,
+            what the decoder begins with.
+        logits_processor: Processors and warpers that transformers made.
+        stopping_criteria: Criteria that transformers made.
+        generation_config: What the call asks for; None takes the model's own.
+        synced_gpus: Refused unless False.
+        streamer: Gets the tokens of all rows, one place at a time.
+        assistant_model: A draft model.
+        drafter: As for `draftproof.load`; without drafter and assistant, the default one.
+        num_assistant_tokens: Draft tokens per round; None measures how many pay.
+        acceptance: As for `draftproof.load`.
+        inputs_tensor: What the encoder read.
+        **model_kwargs: The model's own arguments, such as `attention_mask`.
     """
     call = find_call(generate.__code__)
     assistant_model = call.assistant_model if assistant_model is None else assistant_model

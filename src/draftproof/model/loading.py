@@ -39,7 +39,14 @@ log = logging.getLogger("draftproof")
 
 def embedded(name: str = "demo") -> Path:
     """The folder of an embedded model ("demo" or "demo-draft"), which plain transformers loads as
-    well."""
+    well.
+
+    Args:
+        name: A name in `draftproof.embedded_names`, such as "demo".
+
+    Returns:
+        Its folder.
+    """
     folder = embedded_folder(name)
     if folder is None:
         known = ", ".join(embedded_names())

@@ -155,16 +155,39 @@ class Target:
 
     def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
         """[..., H] the model's own token embeddings, without what some families do to them
-        afterwards; raw: as their table has them."""
+        afterwards; raw: as their table has them.
+
+        Args:
+            tokens: Token ids, int64.
+            raw: Without the scale that the model applies.
+
+        Returns:
+            Embeddings, one more dimension of the hidden size.
+        """
         raise NotImplementedError
 
     def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor:
         """[..., V] logits of hidden states after the final norm, scaled or capped where the
-        model's own are; raw: as the head has them."""
+        model's own are; raw: as the head has them.
+
+        Args:
+            hidden: Hidden states after the final norm, [..., H].
+            raw: Without the scale or cap that the model applies.
+
+        Returns:
+            Logits [..., V].
+        """
         raise NotImplementedError
 
     def with_model(self, model: Any) -> Target:
-        """This target with another model, which stores and sees what its own does."""
+        """This target with another model, which stores and sees what its own does.
+
+        Args:
+            model: Another model of the same layout.
+
+        Returns:
+            A target that reads it.
+        """
         raise NotImplementedError
 
     def module(self) -> Any:
@@ -176,17 +199,39 @@ class Target:
         """Take up weights that somebody changed."""
 
     def begin(self, cache: KVCache, sources: Sequence[Any]) -> None:
-        """Let the rows of a cache be about these sources, before their first token is read."""
+        """Let the rows of a cache be about these sources, before their first token is read.
+
+        Args:
+            cache: The cache of the rows.
+            sources: What the encoder reads of each row.
+        """
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` rows of `capacity` positions. Texts begin here, so weights that
-        changed are taken up."""
+        changed are taken up.
+
+        Args:
+            rows: Rows of the batch.
+            capacity: The most tokens of a row.
+
+        Returns:
+            An empty cache.
+        """
         if self.group.alone:
             self.refresh()
         return self.plain_cache(rows, capacity, LAYERS[self.kv_cache] if self.kv_cache else KVLayer)
 
     def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
-        """One that holds keys and values as the model computes them."""
+        """One that holds keys and values as the model computes them.
+
+        Args:
+            rows: Rows of the batch.
+            size: The most tokens of a row.
+            layer: The class that stores keys and values.
+
+        Returns:
+            An empty cache of nothing but keys and values.
+        """
         layout = self.layout
         return KVCache.empty(layout.shapes, rows, size, layout.dtype, self.device, layer)
 
@@ -205,6 +250,14 @@ class Target:
         The likeliest `nodes` of all rows are among them; where a chain is not among these it may
         end. What rows lack before the root is read and committed, at most `width` tokens with the
         root. The cache is bounded: no row of the prefix is longer.
+
+        Args:
+            prefix: The committed text of each row.
+            width: Tokens that each row has yet to read.
+            cache: The cache of the rows.
+            steps: The most tokens to draft.
+            nodes: The most nodes.
+            draft_sampling: How the tokens are chosen.
         """
         fused = self.fast.fused if self.fast is not None else None
         if fused is None or not fused.takes(max(width, steps), cache):

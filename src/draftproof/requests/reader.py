@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -51,7 +51,7 @@ class RequestReader:
     codec: Codec | None
     stop_tokens: tuple[int, ...]
 
-    split_prompts: ClassVar[Callable[[Any], list[Any]]] = staticmethod(split_prompts)
+    split_prompts = staticmethod(split_prompts)
 
     def read(
         self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int | None,

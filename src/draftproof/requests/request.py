@@ -135,7 +135,14 @@ class Request:
         return self.status in (Status.FINISHED, Status.ABORTED)
 
     def completion(self, sequence: SequenceState) -> Completion:
-        """What came of a sequence that has ended."""
+        """What came of a sequence that has ended.
+
+        Args:
+            sequence: One of its sequences.
+
+        Returns:
+            Its result.
+        """
         sampling = sequence.params.sampling
         return Completion(
             sequence.text, sequence.tokens, sequence.finish_reason or "length",

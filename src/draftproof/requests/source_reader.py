@@ -27,7 +27,8 @@ OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 class SourceReader(RequestReader):
     """Refuses, before anything runs, what cannot be honoured exactly."""
 
-    def split_prompts(self, prompts: Any) -> list[Any]:
+    @staticmethod
+    def split_prompts(prompts: Any) -> list[Any]:
         """One prompt or many, as a list."""
         many = [prompts] if isinstance(prompts, Mapping) else prompts
         if not isinstance(many, (list, tuple)) or not many or not all(map(_is_inputs, many)):

@@ -56,7 +56,16 @@ class TrainConfig:
 
     def for_target(self, hidden_size: int, context: int, vocab_size: int) -> TrainConfig:
         """With a length, a draft vocabulary, and a rate: the published 0.001 for a width of 4096
-        and steps of 32 rows, more for less width, less by the root for fewer rows."""
+        and steps of 32 rows, more for less width, less by the root for fewer rows.
+
+        Args:
+            hidden_size: Width of the target.
+            context: Positions that it knows.
+            vocab_size: Tokens that it knows.
+
+        Returns:
+            The configuration without open questions.
+        """
         few = self.draft_vocab
         usual = min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.5) * min(1, self.batch / 32) ** 0.5
         if few is None and vocab_size >= 4 * DRAFTED:
@@ -66,7 +75,15 @@ class TrainConfig:
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate at a step: the highest after a tenth of them, then falling as a
-        cosine."""
+        cosine.
+
+        Args:
+            step: The step, from 0.
+            steps: How many there are.
+
+        Returns:
+            The learning rate.
+        """
         warmup, highest = max(1.0, 0.1 * steps), self.learning_rate or 1e-3
         if step < warmup:
             return highest * (step + 1) / (warmup + 1)
@@ -118,7 +135,14 @@ class TrainRun:
             raise BadInput("training the backbone needs another package: pip install peft")
 
     def settings(self, config: TrainConfig) -> dict[str, Any]:
-        """All that decides the result but the weights; `config` as it is for the target."""
+        """All that decides the result but the weights; `config` as it is for the target.
+
+        Args:
+            config: The configuration as it is for the target.
+
+        Returns:
+            By name, as JSON.
+        """
         writer, writes = self.self_generate, None
         if writer is not None:
             writes = {"tokens": writer.tokens, "temperatures": list(writer.temperatures)}

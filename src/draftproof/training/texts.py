@@ -66,7 +66,12 @@ class DataConfig:
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in self.data}
 
     def split(self, seed: int, note: Note) -> tuple[list[Document], list[Document]]:
-        """Documents to train on, and others that are held out."""
+        """Documents to train on, and others that are held out.
+
+        Args:
+            seed: Which texts are held out.
+            note: Called with sentences about what is skipped.
+        """
         return split(read(self.data, self.chat, note), seed)
 
 

@@ -60,6 +60,11 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
 
     Raises KeyboardInterrupt, with everything kept, if told to stop; BadInput if the folder holds
     another run.
+
+    Args:
+        run: Model, data, and where the head is written.
+        make_head: Makes a head for the target's vocabulary.
+        callback: Receives how it goes.
     """
     callback = callback or Silent()
     run.out.mkdir(parents=True, exist_ok=True)
