@@ -57,7 +57,7 @@ class KVLayer:
     @property
     def stores(self) -> tuple[Tensor, ...]:
         """All that is stored, [B, heads, capacity, ...] each; what makes a layer again."""
-        return tuple(getattr(self, name) for name in self.names)
+        return tuple([getattr(self, name) for name in self.names])
 
     def rows(self, start: int, stop: int) -> Self:
         """A view of some rows."""

@@ -93,7 +93,9 @@ def _run(
         about.update(_described(setup, loaded))
         return loaded
 
-    options = {"dtype": setup.dtype, "quantize": setup.quantize, "device": setup.device}
+    options: dict[str, Any] = {
+        "dtype": setup.dtype, "quantize": setup.quantize, "device": setup.device
+    }  # fmt: skip
     fuzz = partial(prove_fuzz, str(setup.model), minutes, seed=seed, **options)
     out, styles = show.page(), ("bold green", "bold red")
     columns = TextColumn("{task.fields[section]:13}"), BarColumn(30), TimeElapsedColumn()

@@ -129,11 +129,11 @@ class Decoder:
 
     def _forced(self) -> list[list[int]]:
         """Of each row, what its grammar forces; empty where no row is forced to anything."""
+        if not self.budget.most or self.batch.shapes.closed:
+            return []
         rows = self.batch.running
         rules = any(row.params.logits_rules for row in rows)
-        if not rules or not self.budget.most or self.batch.shapes.closed:
-            return []
-        return forced_tokens(rows, self.budget.most)
+        return forced_tokens(rows, self.budget.most) if rules else []
 
     def _frontier(self) -> Frontier:
         """Where rows stand, and how much may be drafted.

@@ -256,7 +256,7 @@ def prove_fuzz(
                 repeat = f"draftproof prove {model} --fuzz 0 --seed {seed + number}{flags}"
                 failures.append(f"{error}; repeat it with: {repeat}")
             number += 1
-    rows += fuzzer.rows
+    rows += fuzzer.rows if fuzzer is not None else 0
     verdict = (f"{rows} rows of {number} random rounds on {models} models compared with plain "
                f"decoding, {len(failures)} rounds differ")
     return Section("fuzz", verdict, {"rows": rows, "rounds": number, "models": models,
