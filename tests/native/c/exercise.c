@@ -162,6 +162,9 @@ static void exercise_layers(void) {
         uint8_t *made = memory(5 * bytes[f]);
         library.quantize(f, random_floats(5 * 512, -1, 1), 5, 512, made, THREADS);
         PUT(name, "bytes", made, 5 * bytes[f]);
+        snprintf(name, sizeof name, "quantize_bf16/%d", (int)f);
+        library.quantize_bf16(f, random_numbers(5 * 512, 1), 5, 512, made, THREADS);
+        PUT(name, "bytes", made, 5 * bytes[f]);
     }
 }
 
