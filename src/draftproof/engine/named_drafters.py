@@ -74,7 +74,8 @@ def default_name(target: Target) -> str:
     """What drafts when nobody says: the training-free ones, and heads made for these weights."""
     heads = SHIPPED.get(weights_key(target.model)) if target.group.alone else None
     if heads and not Path(resolve(heads)).exists():
-        log.warning("draft heads for this model are not installed; pip install draftproof-heads")
+        log.warning("the draft heads for this model are not installed; install draftproof-heads "
+                    "(in a clone: pip install ./packaging/heads)")
         heads = None
     return f"{heads}+portfolio" if heads else "portfolio"
 
