@@ -134,6 +134,13 @@ def test_links_of_the_documentation_lead_somewhere() -> None:
             assert not heading or heading in headings[to], f"{page.name}: {link}"
 
 
+def test_files_that_contributors_are_sent_to_are_there() -> None:
+    text = (ROOT.parents[1] / "CONTRIBUTING.md").read_text()
+    files = re.findall(r"`(src/[\w/]+(?:\.py|/))`", text)
+    assert len(files) > 8
+    assert [file for file in files if not (ROOT.parents[1] / file).exists()] == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_tensor_is_made_in_the_default_dtype(path: Path) -> None:
     """A program may set it to anything; C trusts what Python makes."""
