@@ -25,7 +25,7 @@ INSTEAD = {
     "anew": "again", "astray": "rejected", "behind": "after", "beside": "next to, in addition to",
     "commonest": "most common", "foretell": "predict", "foretold": "predicted",
     "hears": "receives", "heat": "temperature", "heats": "temperatures", "law": "distribution",
-    "laws": "distributions", "odds": "probs",
+    "laws": "distributions", "leads": "is_main_process", "odds": "probs",
 }  # fmt: skip
 """The word to use, in names, docstrings, help texts and errors."""
 

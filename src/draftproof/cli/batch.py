@@ -74,10 +74,10 @@ class Batch:
         """Complete the lines that `rows` lacks, and add them to it."""
         left = [line for line in lines if line.index not in rows]
         if not left:
-            if group.leads:
+            if group.is_main_process:
                 self._order(rows)
             show.note(f"{self.out} is complete: {len(lines)} rows")
-        elif not group.leads:                               # what rank 0 writes, all ranks compute
+        elif not group.is_main_process:         # what rank 0 writes, all ranks compute
             list(self.outcomes(engine_of(self.config), left))
         else:
             if rows:

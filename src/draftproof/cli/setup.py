@@ -74,7 +74,7 @@ def main_process_only(config: EngineConfig) -> Iterator[ProcessGroup]:
     from draftproof.model.parallel import form_group
 
     group = form_group(config.parallel)
-    if group.leads:
+    if group.is_main_process:
         yield group
         return
     with (Path(os.devnull).open("w", encoding="utf-8") as devnull,

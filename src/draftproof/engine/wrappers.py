@@ -122,9 +122,9 @@ class BroadcastDrafter(DrafterWrapper):
         mine = self.inner.propose(frontier)
         if mine.is_chain:
             (tokens,) = self.group.same(mine.tokens)
-            return mine if self.group.leads else TokenTree.chain(tokens, mine.draft_probs)
+            return mine if self.group.is_main_process else TokenTree.chain(tokens, mine.draft_probs)
         tokens, parents = self.group.same(mine.tokens, mine.parents)
-        return mine if self.group.leads else replace(mine, tokens=tokens, parents=parents)
+        return mine if self.group.is_main_process else replace(mine, tokens=tokens, parents=parents)
 
 
 class BroadcastBudget(Budget):
@@ -137,10 +137,10 @@ class BroadcastBudget(Budget):
         self.budget, self.group, self.most = budget, group, budget.most
 
     def choose(self, state: State) -> int:
-        return self.group.number(self.budget.choose(state) if self.group.leads else 0)
+        return self.group.number(self.budget.choose(state) if self.group.is_main_process else 0)
 
     def record(self, done: Round) -> None:
-        if self.group.leads:
+        if self.group.is_main_process:
             self.budget.record(done)
 
 

@@ -50,7 +50,7 @@ class ProcessGroup:
         return self.size == 1
 
     @property
-    def leads(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this rank decides, and is the one that speaks."""
         return self.rank == 0
 
@@ -77,7 +77,7 @@ class ProcessGroup:
         if self.alone:
             return make()
         shared: list[T | Exception | None] = [None]
-        if self.leads:
+        if self.is_main_process:
             try:
                 shared = [make()]
             except (DraftproofError, OSError) as error:
