@@ -105,7 +105,7 @@ def written(args: argparse.Namespace) -> list[list[int]]:
     return texts
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def read(args: argparse.Namespace, rows: Sequence[list[int]]) -> tuple[list[Text], Tensor, Tensor]:
     """The texts with the target's hidden states; its embeddings and LM head."""
     model = load_model(args.model, "float32", args.device)
@@ -149,7 +149,7 @@ def trained(head: Head, texts: Sequence[Text], args: argparse.Namespace) -> None
         optimizer.zero_grad(set_to_none=True)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def judged(head: Head, texts: Sequence[Text]) -> Interval:
     """Tokens per round of a chain of first choices: the median over texts."""
     rates = []
