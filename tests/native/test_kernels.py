@@ -1,21 +1,14 @@
-"""What small kernels compute, against torch; layouts of weights; pages."""
+"""What small kernels compute, against torch; layouts of weights."""
 
 from __future__ import annotations
 
-import mmap
-import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from draftproof.native.kernels import kernels
-from draftproof.native.pages import enlarge, release
 from draftproof.native.structures import interleaved, plain
-
-SMAPS = Path("/proc/self/smaps")
 
 
 @pytest.mark.parametrize(("dtype", "fold"), [(torch.bfloat16, 2), (torch.int8, 4)])
@@ -54,24 +47,3 @@ def test_a_gate_of_any_size_lets_through_what_it_should(
     broken = torch.cat([torch.full((16,), torch.nan), torch.ones(16)]).bfloat16()
     found("gate", broken, out, gelu, 1, 16)
     assert out[:16].isnan().all()
-
-
-@pytest.mark.skipif(not (SMAPS.exists() and hasattr(mmap, "MADV_HUGEPAGE")
-                         and Path("/sys/kernel/mm/transparent_hugepage").exists()),
-                    reason="no large pages here, or they are not told of")
-def test_large_pages_are_asked_for() -> None:
-    numbers = enlarge(torch.empty(1 << 22))
-    address, entry = numbers.data_ptr() + numbers.nbytes // 2, ""
-    for entry in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text()):
-        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", entry)
-        if found and int(found[1], 16) <= address < int(found[2], 16):
-            break
-    assert re.search(r"VmFlags:.*\bhg\b", entry)
-    assert numbers.fill_(1).sum() == len(numbers)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux")
-def test_pages_that_nobody_reads_are_given_back() -> None:
-    numbers = torch.ones(1 << 22)
-    release(numbers)
-    assert not numbers[1 << 21 : 1 << 21 | 1024].any()
