@@ -286,7 +286,8 @@ class HeadDrafter(Drafter, Generic[H]):
     hidden_layers = (-1,)
 
     def __init__(self, head: H, vocabulary: Vocabulary) -> None:
-        must_fit(head, vocabulary)
+        form = head.config
+        must_fit(f"the {head.kind} head", form.hidden_size, form.vocab_size, vocabulary)
         self.vocabulary, self.head = vocabulary, decoding_copy(head, vocabulary)
         self.hidden = torch.zeros(0, vocabulary.hidden_size, dtype=vocabulary.dtype)
 
@@ -323,18 +324,27 @@ def packed(layers: Iterable[nn.Module]) -> list[Native] | None:
     return known if len(known) == len(natives) else None
 
 
-def must_fit(head: DraftHead, vocabulary: Vocabulary) -> None:
-    """Refuse a head made for another target."""
-    form = head.config
-    if form.hidden_size != vocabulary.hidden_size:
+def must_fit(name: str, hidden_size: int, vocab_size: int, target: Vocabulary) -> None:
+    """Refuse a drafter made for another target.
+
+    Args:
+        name: The drafter, for the error.
+        hidden_size: Numbers of the target's hidden states that it reads.
+        vocab_size: Tokens that it drafts; either side may be padded.
+        target: The target at hand.
+
+    Raises:
+        DrafterMismatch: It is for hidden states of another size, or for another vocabulary.
+    """
+    if hidden_size != target.hidden_size:
         raise DrafterMismatch(
-            f"the {head.kind} head was made for hidden states of {form.hidden_size} numbers, "
-            f"{vocabulary.name} has {vocabulary.hidden_size}; use one trained for this target"
+            f"{name} was made for hidden states of {hidden_size} numbers, {target.name} has "
+            f"{target.hidden_size}; use one trained for this target"
         )
-    if abs(form.vocab_size - vocabulary.vocab_size) > max(PADDING, vocabulary.vocab_size // 100):
+    if abs(vocab_size - target.vocab_size) > max(PADDING, target.vocab_size // 100):
         raise DrafterMismatch(
-            f"the {head.kind} head was trained for {form.vocab_size} tokens, {vocabulary.name} has "
-            f"{vocabulary.vocab_size}; use one trained for this target"
+            f"{name} was trained for {vocab_size} tokens, {target.name} has {target.vocab_size}; "
+            "use one trained for this target"
         )
 
 

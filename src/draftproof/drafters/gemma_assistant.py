@@ -20,7 +20,7 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.tree import TokenTree
 from draftproof.drafters import beams, weight_files
-from draftproof.drafters.base import PADDING, Drafter, Vocabulary, over_vocabulary
+from draftproof.drafters.base import Drafter, Vocabulary, must_fit, over_vocabulary
 from draftproof.drafters.checkpoint import TARGETS, Checkpoint, Format, must_be_for
 from draftproof.drafters.features import (
     DEEPEST,
@@ -146,7 +146,8 @@ def load(source: Checkpoint, target: Vocabulary) -> GemmaAssistant:
     text = settings.get("text_config") or {}
     fields = {field.name for field in dataclasses.fields(type(layers.text))}
     refuse_unknown(text, {*fields, *BENIGN, *base_settings()}, name)
-    _must_fit(layers, target, name)
+    must_fit(name, layers.backbone, layers.vocab_size, target)
+    _must_attend(layers, target, name)
     tensors = source.tensors(KEYS)
     if layers.lm_head is None and "lm_head.weight" in tensors:
         tied, table = tensors.pop("lm_head.weight"), tensors.get("model.embed_tokens.weight")
@@ -167,18 +168,8 @@ def load(source: Checkpoint, target: Vocabulary) -> GemmaAssistant:
     return GemmaAssistant(layers, target)
 
 
-def _must_fit(layers: AssistantLayers, target: Vocabulary, name: str) -> None:
-    """Refuse an assistant of another target."""
-    if layers.backbone != target.hidden_size:
-        raise DrafterMismatch(
-            f"{name} reads hidden states of {layers.backbone} numbers, {target.name} has "
-            f"{target.hidden_size}; use the one for this target"
-        )
-    if abs(layers.vocab_size - target.vocab_size) > max(PADDING, target.vocab_size // 100):
-        raise DrafterMismatch(
-            f"{name} has {layers.vocab_size} tokens, {target.name} has {target.vocab_size}; use "
-            "the one for this target"
-        )
+def _must_attend(layers: AssistantLayers, target: Vocabulary, name: str) -> None:
+    """Refuse an assistant whose layers do not read the target's keys and values."""
     sources = stored_layers(target)
     for number, kind in enumerate(layers.kinds):
         shape = target.layout.shapes[sources[kind]] if kind in sources else None

@@ -241,7 +241,7 @@ def _filled(
     """The head of this form with these very tensors, and what it shares with the target."""
     with torch.device("meta"):
         head = MedusaHead(form) if isinstance(form, MedusaConfig) else ReDrafterHead(form)
-    must_fit(head, vocabulary)
+    must_fit(f"the {head.kind} head", form.hidden_size, form.vocab_size, vocabulary)
     wanted = head.state_dict()
     must_hold(state, wanted, f"the {head.kind} head")
     head.load_state_dict({name: state[name] for name in wanted}, assign=True)
