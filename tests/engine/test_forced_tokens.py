@@ -45,10 +45,9 @@ class Form:
 
 def rule(runs: Sequence[Sequence[int]], forces: bool = True, honest: bool = True) -> LogitsRule:
     def make(request: RuleContext) -> Any:
-        made = Form(len(request.prompt), runs, honest)
-        return made if forces else made.__call__
+        return Form(len(request.prompt), runs, honest)
 
-    return LogitsRule("form", make)
+    return LogitsRule("form", make, forces=forces)
 
 
 RUNS = [[3, 4, 5], [], [9, 8], [1], [7, 7, 7, 7, 7, 7, 7, 7]]

@@ -45,11 +45,13 @@ class LogitsRule:
     request; asked before the user's processors.
 
     make: raises BadInput for a request that it cannot serve. reads_text: else it sees scores alone.
+    forces: the processor has a method `forced`, which gives the only tokens that may follow a text.
     """
 
     name: str
     make: Callable[[RuleContext], LogitsProcessor]
     reads_text: bool = True
+    forces: bool = False
 
 
 MOST_STOPS, LONGEST_STOP = 1_000, 1_000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ NAME = "grammar"
 """What people see as the drafter of these tokens."""
 UNKNOWN = 0.4
 """The chance of a node after its parent, from a drafter that gives none."""
+
+
+class ForcingProcessor(Protocol):
+    """What the processor of a `LogitsRule` that forces has."""
+
+    def forced(self, text: Sequence[int]) -> list[int]:
+        """The only tokens that may follow a text, prompt included."""
 
 
 def forced_tokens(rows: Sequence[SequenceState], most: int) -> list[list[int]]:
@@ -35,11 +43,10 @@ def forced_tokens(rows: Sequence[SequenceState], most: int) -> list[list[int]]:
     forced = list[list[int]]()
     for row in rows:
         tokens = list[int]()
-        for _, processor in row.params.logits_rules:
-            force = getattr(processor, "forced", None)
-            if force is not None and not tokens:
-                tokens = force([*row.prompt, *row.tokens])[:most]
-        forced.append(tokens)
+        for rule, processor in row.params.logits_rules:
+            if rule.forces and not tokens:
+                tokens = cast("ForcingProcessor", processor).forced([*row.prompt, *row.tokens])
+        forced.append(tokens[:most])
     return forced if any(forced) else []
 
 

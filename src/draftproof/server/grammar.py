@@ -89,7 +89,7 @@ class Grammars:
             BadInput: If it is no grammar, is too long, or this model can follow none.
         """
         self._matcher(grammar)      # may take seconds: here, where no round waits for it
-        return LogitsRule("grammar", lambda request: self._processor(grammar, request))
+        return LogitsRule("grammar", lambda request: self._processor(grammar, request), forces=True)
 
     def _processor(self, grammar: str, request: RuleContext) -> LogitsProcessor:
         if not request.ends:
