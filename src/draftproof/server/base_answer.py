@@ -16,7 +16,7 @@ from draftproof.errors import DraftproofError, Unavailable
 from draftproof.requests.request import Request, Update
 from draftproof.server.hosted_model import HostedModel, Reading
 from draftproof.server.output_reader import Output
-from draftproof.server.schema import Own
+from draftproof.server.schema import DraftproofOptions
 
 
 class Piece(NamedTuple):
@@ -48,7 +48,9 @@ class Usage(NamedTuple):
 class BaseAnswer(ABC):
     """The samples of one or more requests, each of one prompt."""
 
-    def __init__(self, hosted: HostedModel, reading: Reading, stream: bool, options: Own) -> None:
+    def __init__(
+        self, hosted: HostedModel, reading: Reading, stream: bool, options: DraftproofOptions
+    ) -> None:
         """
         Args:
             hosted: The model that writes.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftproof.errors import BadInput
-from draftproof.server.schema import Chat, Own
+from draftproof.server.schema import Chat, DraftproofOptions
 from draftproof.tokenizer.codec import Codec
 
 Blocks = str | list[dict[str, Any]]
@@ -169,7 +169,7 @@ class MessagesBody(TokensBody):
     seed: int | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    draftproof: Own = Own()
+    draftproof: DraftproofOptions = DraftproofOptions()
     metadata: Any = None
     service_tier: Any = None
     inference_geo: Any = None

@@ -88,7 +88,7 @@ class Models:
         return name
 
     async def get(self, name: str | None) -> HostedModel:
-        """A model, loaded, and kept as long as it is entered (`with`).
+        """A model, loaded first where it is not.
 
         Raises:
             Unavailable: There is none of this name, or it cannot be loaded.

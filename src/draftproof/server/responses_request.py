@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftproof.errors import BadInput
-from draftproof.server.schema import Chat, Own
+from draftproof.server.schema import Chat, DraftproofOptions
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of parts that hold a text."""
@@ -80,7 +80,7 @@ class ResponsesBody(Strict):
     background: Literal[False] | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    draftproof: Own = Own()
+    draftproof: DraftproofOptions = DraftproofOptions()
     metadata: Any = None
     user: Any = None
     service_tier: Any = None

@@ -45,7 +45,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class Own(BaseModel):
+class DraftproofOptions(BaseModel):
     """drafter: "none" writes without drafts. trees: streamed chunks tell what was drafted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -67,7 +67,7 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    draftproof: Own = Own()
+    draftproof: DraftproofOptions = DraftproofOptions()
 
 
 class Completion(GenerationBody):

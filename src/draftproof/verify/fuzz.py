@@ -246,8 +246,8 @@ def prove_fuzz(
             which = (seed + number) // PER_MODEL if model == "demo" else 0
             if fuzzer is None or which != current:
                 rows += fuzzer.rows if fuzzer else 0
-                fuzzer, current, models = _fuzzer(model, which, Path(folder), options), which, \
-                    models + 1
+                fuzzer = _fuzzer(model, which, Path(folder), options)
+                current, models = which, models + 1
             share = (time.monotonic() - start) / max(60 * minutes, 1)
             tick(min(share, 1.0), f"round {number}")
             try:
