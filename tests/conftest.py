@@ -18,12 +18,15 @@ from devices import DEVICE, skip_elsewhere
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`needs_isa("avx2")`: the test needs the C library of that level, or of a higher one;
+    `needs_kernels`: of any level, since torch rounds products of bfloat16 by their shape;
     `cpu_only(reason)`: it makes no sense on other devices (see devices.py)."""
     from draftproof.native.build import LEVELS
     from draftproof.native.kernels import library
 
     for item in items:
         skip_elsewhere(item, DEVICE)
+        if item.get_closest_marker("needs_kernels") and not library().build:
+            item.add_marker(pytest.mark.skip(reason=f"needs the C library; {library().reason}"))
         for mark in item.iter_markers("needs_isa"):
             have = library().build.partition("-")[0]
             known = have and mark.args[0] in LEVELS                 # of this architecture

@@ -58,7 +58,8 @@ def test_every_rule_writes_the_same_text(acceptance: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 @pytest.mark.parametrize("options", [
-    {"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantize": "int8"},
+    {"dtype": "float32"}, pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.needs_kernels),
+    {"dtype": "bfloat16", "quantize": "int8"},
     {"dtype": "bfloat16", "drafter": "medusa"}], ids=str)  # fmt: skip
 def test_a_model_is_loaded_the_same(options: dict[str, str], dtype: torch.dtype) -> None:
     prompt = ["Once upon a time, Lily had a", "Tom saw a"]

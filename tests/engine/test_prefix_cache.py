@@ -40,6 +40,7 @@ def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
     return since
 
 
+@pytest.mark.needs_kernels
 @pytest.mark.parametrize("options", DRAFTERS)
 def test_a_conversation_is_the_same_and_read_once(
     options: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ def test_where_reads_differ_whole_chunks_of_prompts_alone_are_known(
         assert done.tokens == plain.generate(text[:length], max_new_tokens=1)[0].tokens
 
 
+@pytest.mark.needs_kernels
 def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
     model = load_model("demo")  # a module, whose weights may change
     pack_linears(model)
@@ -110,6 +112,7 @@ def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
     assert done.tokens == alone.tokens and cache.hits == hits
 
 
+@pytest.mark.needs_kernels
 @pytest.mark.parametrize("drafter", ["none", "suffix+recycling+prompt-lookup"])
 def test_what_one_owner_wrote_changes_nothing_for_another(
     drafter: str, monkeypatch: pytest.MonkeyPatch

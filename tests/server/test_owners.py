@@ -29,6 +29,7 @@ def test_owners_are_keys_and_salts() -> None:
     assert shared.number("a", "") == shared.number("b", "") == 0 != shared.number("a", "s")
 
 
+@pytest.mark.needs_kernels
 @pytest.mark.parametrize(("drafter", "shared"), [
     ("suffix", False), ("suffix", True), ("recycling", False)])
 def test_a_repeated_prompt_is_quicker_for_its_owner_alone(drafter: str, shared: bool) -> None:
