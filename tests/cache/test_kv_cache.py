@@ -80,6 +80,18 @@ def test_keep_equals_a_fresh_read(kind: str | None, family: str, shape: TreeShap
 
 
 @any_cache
+def test_keep_moves_all_stores_without_kernels(
+    kind: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVCache, "stores", None)
+    own, dice = of_kind(kind), torch.Generator().manual_seed(5)
+    cache, texts = own.new_cache(3, CAPACITY), [[] for _ in range(3)]
+    for _ in range(3):
+        commit(own, cache, texts, dice, SHAPES[0])
+    assert_reads_on(own, cache, texts)
+
+
+@any_cache
 def test_select_keeps_drops_and_repeats_rows(kind: str | None) -> None:
     own, dice = of_kind(kind), torch.Generator().manual_seed(1)
     for rows in ([2, 0], [3, 3, 1, 0], [1], [0, 1, 2, 3], [3, 2, 1, 0], [], [2, 2, 2]):
