@@ -1,7 +1,7 @@
 """Quantised native models: packed from the source, compared with it layer by layer.
 
-The original is never held: each layer is read from the file, multiplied by torch as it lies there,
-and let go of. What was packed, and what the comparison said, are kept in the cache folder.
+The original is never held: each layer is read from the file, packed as it is, multiplied, and let
+go of. What was packed, and what the comparison said, are kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _own_states(model: NativeModel, text: Tensor) -> Tensor:
 def original_states(model: NativeModel, source: TensorSource, text: Tensor) -> tuple[Tensor, Any]:
     """States [S, H] of a text after the final norm by the weights of the source, and its head; a
     layer is held while it is read."""
-    builder = DecoderBuilder(model.config, source.with_kind("dense"), model.dtype)
+    builder = DecoderBuilder(model.config, source.with_kind(None), model.dtype)
     tree, size, forward = TokenTree.chain(text[None]), len(text), model.forward
     positions = torch.arange(size)[None]
     shapes = model.facts.layout.shapes[:1]
