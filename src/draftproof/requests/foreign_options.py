@@ -32,7 +32,7 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
         "web_search_options",
     ),
     "Anthropic and Ollama": (
-        "thinking", "think", "options", "images",
+        "thinking", "think", "options", "images", "format", "num_ctx", "template", "raw",
     ),
     "vLLM": (
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
@@ -113,7 +113,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         "encoder_no_repeat_ngram_size", "top_logprobs_num"), _ZERO),
     **dict.fromkeys((
         "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "add_special_tokens",
-        "add_generation_prompt", "include_reasoning", "add_bos_token"), _TRUE),
+        "add_generation_prompt", "include_reasoning", "add_bos_token", "raw"), _TRUE),
     "top_n_sigma": (-1, 0), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "modalities": (["text"],), "response_format": ({"type": "text"},), "eos_token_id": (),
 }  # fmt: skip
