@@ -95,18 +95,28 @@ class Files:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, engine: str, bits: int, model: Path, gguf: Path | None) -> Path:
-        """Raises Missing, in one sentence, where the format cannot be made."""
+        """A folder, or the GGUF file itself where an engine reads it and it has these bits.
+
+        Raises:
+            Missing: The format cannot be made.
+        """
         if engine == "llama.cpp":
             if gguf is None:
                 raise Missing("llama.cpp reads GGUF files: give --gguf, with --draft --draft-gguf")
             return self._gguf(gguf, bits, model)
+        if engine == "ours" and gguf is not None and self._bits(gguf, model) == bits:
+            return gguf
         return self._openvino(model, bits) if engine == "openvino" else model
+
+    def _bits(self, file: Path, model: Path) -> int:
+        """Which of 16, 8 and 4 bits a weight of a GGUF file has, about."""
+        weights = sum(part.stat().st_size for part in model.glob("*.safetensors")) / 2
+        stored = 8 * file.stat().st_size / weights if weights else 0.0
+        return 4 if stored < 6.5 else 8 if stored < 10 else 16
 
     def _gguf(self, file: Path, bits: int, model: Path) -> Path:
         """`file` itself if it has about so many bits per weight, else what llama-quantize makes."""
-        weights = sum(one.stat().st_size for one in model.glob("*.safetensors")) / 2
-        stored = 8 * file.stat().st_size / weights if weights else 0.0
-        if bits == (4 if stored < 6.5 else 8 if stored < 10 else 16):
+        if bits == self._bits(file, model):
             return file
         made = self.folder / f"{file.stem}-{GGUF_TYPES[bits]}.gguf"
         server = self.given.llama_server
@@ -280,7 +290,7 @@ def options(cores: int) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder of the target")
-    add("--gguf", type=Path, help="the same weights as GGUF, for llama.cpp")
+    add("--gguf", type=Path, help="the same weights as GGUF, for llama.cpp and ours")
     add("--draft", type=Path, help="Hugging Face folder of the draft model")
     add("--draft-gguf", type=Path)
     add("--prompts", type=Path, required=True, help="JSONL (or .gz): prompt, text or turns")

@@ -39,7 +39,8 @@ class Text(NamedTuple):
 
 
 class Ours:
-    """draftproof: 8 and 4 bits by --quantize; without a draft model, its default drafter."""
+    """draftproof: a GGUF file as it is, a folder in 8 and 4 bits by --quantize; without a draft
+    model, its default drafter."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         import torch
@@ -48,8 +49,10 @@ class Ours:
 
         torch.set_num_threads(spec["threads"])
         quantize = {16: None, 8: "int8", 4: "int4"}[spec["bits"]]
+        in_bits = {"dtype": "bfloat16", "quantize": quantize}
         with_draft = {"assistant_model": spec["draft"]} if spec["draft"] else {}
-        drafting = dp.load(spec["model"], dtype="bfloat16", quantize=quantize, **with_draft)
+        in_bits = {} if spec["model"].endswith(".gguf") else in_bits
+        drafting = dp.load(spec["model"], **in_bits, **with_draft)
         plain = dp.Engine(drafting.target, dp.Plain(), stop_tokens=drafting.stop_tokens)
         self.engines = {True: drafting, False: plain}
         self.sampling = dp.Sampling(temperature=spec["temperature"], seed=1)
