@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from batches import Counted, admit, decoder, read_elsewhere, running
 from drafting import DRAFTERS, LEARNERS
 from tiny import prompts, target
 
 from draftproof.cache.kv_cache import KVCache
+from draftproof.core.messages import Commit
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.prefill import SHORT
@@ -106,3 +108,20 @@ def test_a_long_prompt_is_read_between_rounds(name: str) -> None:
         rounds = [row.stats.rounds for row in rows] if name not in LEARNERS else []
         found.append((state, [row.tokens for row in rows], rounds))
     assert found[0] == found[1]
+
+
+def test_short_chunks_of_a_prompt_are_observed_together() -> None:
+    """A drafter is told of a prompt in few pieces, however small the chunks were."""
+    told, long = list[int](), [2 + number * number % 29 for number in range(150)]
+
+    class Told(PromptLookup):
+        def observe(self, commit: Commit) -> None:
+            told.append(commit.tokens.shape[1])
+
+    one = decoder(Told(), capacity=256)
+    prefill = one.prefill([[running(long, limit=2)]], elsewhere=True)
+    with torch.inference_mode():
+        while not prefill.finished:
+            prefill.read(7)
+    one.read(prefill)
+    assert len(told) <= -(-len(long) // SHORT) + 1 and sum(told) == len(long)

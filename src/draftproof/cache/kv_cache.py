@@ -146,8 +146,11 @@ class KVCache:
     def take(self, row: Tensor, other: KVCache) -> None:
         """Put the one row of another cache of at most this capacity into row `row` [1]."""
         for store, source in zip(self.tensors, other.tensors, strict=True):
-            front = (slice(None), *map(slice, source.shape[1:]))
-            store[front].index_copy_(0, row, source)
+            front = store[(slice(None), *map(slice, source.shape[1:]))]
+            if row.is_cpu:                              # twice as fast
+                front[int(row)].copy_(source[0])
+            else:
+                front.index_copy_(0, row, source)
         self.lengths.index_copy_(0, row, other.lengths)
 
     def select(self, rows: Sequence[int]) -> None:

@@ -194,5 +194,13 @@ class Prefill:
             self.logits = self.logits.gather(1, ends)
 
     def _note(self, place: int, tokens: Tensor, count: Tensor, hidden: Tensor | None) -> None:
+        """Note what the drafter will observe: short chunks of a text as one commit."""
+        last = self.commits[-1] if self.commits else None
+        joined = last is not None and last.rows == [place]
+        if last is not None and joined and last.tokens.shape[1] + tokens.shape[1] <= SHORT:
+            self.commits.pop()
+            tokens, count = torch.cat([last.tokens, tokens], 1), last.count + count
+            if last.hidden is not None and hidden is not None:
+                hidden = torch.cat([last.hidden, hidden], 1)
         nodes = torch.arange(tokens.shape[1], device=tokens.device)[None]
         self.commits.append(Commit([place], tokens, nodes, count, hidden))
