@@ -13,7 +13,7 @@ from draftproof.engine.engine import Engine, Request, Status, Update
 from draftproof.engine.prefix_cache import PrefixCache
 
 LONG = "One day, Lily and Tom went to the big park with a red ball and a small dog. " * 5
-ASKED = [(PROMPTS[0], 40, 1), (LONG, 8, 2), (PROMPTS[1] + LONG, 8, 1), (PROMPTS[2], 3, 1)]
+ASKED = [(PROMPTS[0], 80, 1), (LONG, 8, 2), (PROMPTS[1] + LONG, 8, 1), (PROMPTS[2], 3, 1)]
 CHUNK = 32
 
 

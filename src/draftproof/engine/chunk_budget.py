@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-LEAST = 4
-"""Tokens of the shortest chunk: reading the weights once for fewer is not worth it."""
+LEAST = 2
+"""Tokens of the shortest chunk: reading the weights once for a single one is not worth it."""
 SHARE = 1.4
-"""Seconds of a chunk, in rounds: a stream then waits for less than three of its usual gaps."""
+"""Seconds of a chunk, in usual rounds. The round beside it drafts no more tokens than the chunk
+has, so a stream waits for less than three of its usual gaps."""
 FADE = 0.8
 """Weight of what was known before the last round."""
 
@@ -18,12 +19,23 @@ class ChunkBudget:
         Args:
             most: Tokens of the longest chunk.
         """
-        self.most, self.tokens = most, min(most, 4 * LEAST)
-        self._round = 0.0                               # seconds of a round, on average
+        self.most, self.tokens = most, min(most, 2 * LEAST)
+        self.pending = False                            # something was read since the last round
+        self._round = 0.0                               # seconds of a usual round, on average
 
-    def round_took(self, seconds: float) -> None:
-        """Learn how long a round takes that follows or precedes a chunk."""
-        self._round = FADE * self._round + (1 - FADE) * seconds if self._round else seconds
+    def most_drafts(self, rows: int) -> int:
+        """How many tokens each row may draft in a round that comes with a chunk."""
+        return self.tokens // rows
+
+    def round_took(self, seconds: float, drafted: int) -> None:
+        """Learn how long a round took, and how many tokens each row drafted in it.
+
+        One that comes with a chunk is a usual round if it drafts nothing."""
+        usual = not (self.pending and drafted and self._round)
+        self.pending = False
+        if usual:
+            known = self._round or seconds
+            self._round += (1 - FADE) * (min(seconds, 2 * known) - known) if self._round else known
 
     def chunk_took(self, tokens: int, seconds: float) -> None:
         """Learn how long a chunk of so many tokens took."""

@@ -83,7 +83,7 @@ class Decoder:
         if not self.forced:         # it says nothing of what the drafter's own tokens are worth
             self.budget.record(done._replace(seconds=self.clock.decide.took))
         if self.chunks is not None:
-            self.chunks.round_took(self.clock.decide.took)
+            self.chunks.round_took(self.clock.decide.took, frontier.budget)
         self.retire()
 
     @torch.inference_mode()
@@ -113,8 +113,10 @@ class Decoder:
                 joins = joins and evenly is None
             if joins:
                 self._start(prefill.groups, prefill.join(len(self.batch.running)))
-        if evenly is not None and not prefill.finished:
-            evenly.chunk_took(evenly.tokens, self.clock.prefill.took)
+        if evenly is not None:
+            evenly.pending = True
+            if not prefill.finished:
+                evenly.chunk_took(evenly.tokens, self.clock.prefill.took)
         if joins:
             self.retire()
         return joins
@@ -151,6 +153,7 @@ class Decoder:
         if self.budget.most and not self.budget.rest and not forced:
             unread = self.drafter.unread(len(self.batch.pending))
             nodes = self.budget.choose(State(len(rows), longest, remaining / len(rows), unread))
+            nodes = self._beside_a_chunk(nodes)
         if nodes and self.ends_early and len(rows) > 1 and self.target.skips_absent:
             most = min(nodes + max(2, nodes // 2), self.budget.most)
         ahead, deepest = max(nodes, most), self.drafter.deepest
@@ -161,6 +164,14 @@ class Decoder:
         trees, drawn = self.target.reads_trees, self.rule.drawn
         view, sampler = self.batch.view, self.batch.sampler
         return Frontier(prefix, sampler, nodes, drawn, trees, floor, most, view)
+
+    def _beside_a_chunk(self, nodes: int) -> int:
+        """How many of so many nodes a round drafts if a chunk of a prompt came before it."""
+        if self.chunks is None or not self.chunks.pending:
+            return nodes
+        most = self.chunks.most_drafts(len(self.batch.running))
+        sizes = getattr(self.budget, "sizes", range(nodes + 1))     # what it can learn from
+        return max(size for size in sizes if size <= min(nodes, most))
 
     def _draft(self, frontier: Frontier) -> TokenTree:
         """What is forced, and the drafter's proposal, of which no more is read than the budget

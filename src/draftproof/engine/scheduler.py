@@ -221,13 +221,15 @@ class Scheduler:
         decoder = self.decoder
         assert decoder is not None
         goes_on = bool(decoder.batch.running) or not joining
+        waits = False                       # its cache was made, which takes as long as a chunk
         if len(joining) == 1 and decoder.prompts.is_long(
             joining[0].prompt, joining[0].owner
         ):
             request = joining.pop()
             prefill = decoder.prefill([request.sequences], elsewhere=self.interleave)
             self._prefill = request, prefill
-        if self._prefill is not None and decoder.read(self._prefill[1]):
+            waits = self.interleave and bool(decoder.batch.running)
+        if self._prefill is not None and not waits and decoder.read(self._prefill[1]):
             self._prefill[0].status, self._prefill = Status.RUNNING, None
         if joining:
             prefill = decoder.prefill([request.sequences for request in joining])
