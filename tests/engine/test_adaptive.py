@@ -29,13 +29,16 @@ def busy(dice: random.Random) -> float:
 @dataclass
 class World:
     """costs: plain steps of a round by its size and the tokens so far. prompt: tokens that a
-    drafter must read, for `setup` plain steps."""
+    drafter must read, for `setup` plain steps. neighbour: whether another process runs at so many
+    tokens; rounds then take twice as long, and the longer one is, the likelier it is interrupted.
+    """
 
     luck: Luck
     costs: Callable[[int, int], float]
     noise: Callable[[random.Random], float] = lambda dice: 1.0
     prompt: int = 0
     setup: float = 0.0
+    neighbour: Callable[[int], bool] = lambda written: False
     seed: int = 0
     time: float = 0.0
     written: int = 0
@@ -52,6 +55,8 @@ class World:
                 count += 1
             unread = 0 if size else unread + (1 if unread else 0)
             emitted, seconds = min(count + 1, end - self.written), 0.01 * took * self.noise(clock)
+            if self.neighbour(self.written):
+                seconds = 2 * seconds + 0.06 * (clock.random() > 0.85**took)
             budget.record(Round(size, 1, range(1, count + 1), emitted, seconds))
             self.time, self.written = self.time + took, self.written + emitted
             self.sizes.append(size)
@@ -135,6 +140,29 @@ def test_a_slow_machine_is_not_a_slow_drafter() -> None:
     assert any(one.sizes[:60]) and one.sizes[-300:].count(0) > 285
     one = world(0.9, 3.0).run(Adaptive(8), 2000)
     assert 0 < sum(size > 0 for size in one.sizes) < 16 and one.per_token < 1.016
+
+
+@pytest.mark.parametrize(("alpha", "draft"), [(0.8, 0.08), (0.7, 0.18), (0.5, 0.05)])
+def test_beside_another_process_it_drafts_as_often_as_alone(alpha: float, draft: float) -> None:
+    """All the time, or for some hundred tokens now and then."""
+    shares = list[float]()
+    for neighbour in (lambda _: False, lambda _: True, lambda written: written // 300 % 2 == 1):
+        worlds = [world(alpha, draft, noise=busy, neighbour=neighbour, seed=1000 * seed)
+                  .run(Adaptive(8), 1500) for seed in range(4)]
+        shares.append(statistics.mean(size > 0 for one in worlds for size in one.sizes[32:]))
+    assert shares[0] > 0.93 and min(shares) > shares[0] - 0.05
+
+
+@pytest.mark.parametrize("draft", [0.1, 0.4])
+def test_beside_another_process_drafts_that_do_not_pay_are_given_up(draft: float) -> None:
+    """Also such as paid before, and became slow when the machine did."""
+    worlds = [world(0.1, draft, noise=busy, neighbour=lambda written: written > 200,
+                    seed=1000 * seed).run(Adaptive(8), 1500) for seed in range(6)]
+    assert statistics.mean(one.per_token for one in worlds) < 1.025
+    late, tokens = world(0.8, draft, noise=busy, neighbour=lambda written: written > 600), 1500
+    late.costs = lambda size, written: (1 + draft * size) * (5 if size and written > 600 else 1)
+    late.run(Adaptive(8), tokens)
+    assert any(late.sizes[:60]) and late.sizes[-300:].count(0) > 285
 
 
 @pytest.mark.parametrize(("which", "drafts"), [(0, 1), (1, 1), (2, 1), (4, 1), (30, 3)])

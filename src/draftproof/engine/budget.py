@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from itertools import compress, pairwise
 from math import inf
@@ -23,6 +24,10 @@ KEPT = 0.98         # what is left of counts after a draft
 POOL = 4.0          # rounds that the prior of a node's acceptance counts for
 MEMORY = 16         # rounds over which seconds are averaged, and for which it rests
 STALE = 128         # rounds without a plain one after which a plain round is measured again
+NEW = 3             # rounds of a size that may have to warm up
+SPREAD = 1.25       # how far rounds of one size differ on a machine that stays as fast as it is
+RECENT = 8          # rounds that say how fast it is,
+CONFIRM = 3         # and plain ones that refute it
 CATCH_UP = 8        # more unread tokens per row than this have a cost of their own
 
 
@@ -75,18 +80,25 @@ class Costs:
 
     def __init__(self, sizes: Sequence[int], like: Costs | None = None) -> None:
         self.sizes, self.like, self.since_plain = sizes, like, 0
-        self.mean, self.seen, self.late = [0.0] * len(sizes), [0] * len(sizes), False
+        self.mean, self.seen = [0.0] * len(sizes), [0] * len(sizes)
+        self.late = [False, False]                              # the last plain round, or draft
+        self.doubts: list[float] | None = None                  # plain rounds while drafts are odd
 
     def add(self, index: int, seconds: float) -> None:
-        """Twice as long as supposed is believed only the second time in a row."""
+        """The first rounds of a size are believed to take twice as long as supposed only the second
+        time in a row; later ones count for little more than what is known, as they may stall."""
         known = self.mean[index] or (self.estimate(index) if self.mean[0] else seconds)
-        doubted, self.late = self.late, seconds > 2 * known
-        if self.late and not doubted:
+        new = self.seen[index] < NEW
+        late, drafted = new and seconds > 2 * known, index > 0
+        doubted, self.late[drafted] = self.late[drafted], late
+        if late and not doubted:
             return
         self.seen[index] += 1
-        sudden = self.late or seconds < known / (1 if self.seen[index] < 3 else 2)  # first: warm-up
-        rounds = 1 if sudden else min(self.seen[index], MEMORY)
-        self.mean[index] += (min(seconds, 2 * known) - self.mean[index]) / rounds
+        sudden = late or seconds < known / (1 if new else 2)           # first: warm-up
+        rounds = 1 if sudden else min(self.seen[index], MEMORY if index else MEMORY // 4)
+        seconds = min(seconds, (2 if new else SPREAD) * known)
+        self.mean[index] += (seconds - self.mean[index]) / rounds
+        self.mean[0] = min(self.mean[0], self.mean[index])      # to draft more is never cheaper
         if index == 0 and self.like is not None and self.seen[0] == 2:
             factor = self.mean[0] / self.like.mean[0]
             pairs = zip(self.mean, self.like.mean, strict=True)
@@ -127,6 +139,7 @@ class Adaptive(Budget):
         self.hits, self.tries, self.chain = 0.0, 0.0, True    # of all nodes; only chains so far
         self.costs: dict[tuple[int, int], Costs] = {}           # by rows and context
         self.now, self.unread = Costs(self.sizes), 0            # of the coming round
+        self.ratios = deque([1.0] * RECENT, RECENT)             # of rounds, to the costs known
         self.debt, self.repaid = 0.0, rate                      # plain steps; per plain step
         self.per_unread, self.setup = 0.0, 0.0  # seconds per token caught up; plain steps so spent
 
@@ -178,9 +191,11 @@ class Adaptive(Budget):
         self.rest = max(0, self.rest - 1)
         if self.rest:
             self.debt -= self.repaid
+            self._follow_machine(0, done.seconds)
             return
         now, index = self.now, self.sizes.index(done.size)
-        now.since_plain = now.since_plain + 1 if index else 0
+        if index or now.doubts is None:
+            now.since_plain = now.since_plain + 1 if index else 0
         if index:
             self._count(done)
         if index and self.unread and done.seconds:
@@ -189,11 +204,45 @@ class Adaptive(Budget):
             self.per_unread = known + (min(each, 4 * known) - known) / 4
             self.setup = self.unread * self.per_unread / now.mean[0]
             self.debt += self.setup
-        elif done.seconds:
+        elif done.seconds and self._follow_machine(index, done.seconds):
             now.add(index, done.seconds)
         steps = now.estimate(index) / now.mean[0] if index else 1.0
         debt = self.debt + steps - (1 + self.repaid) * done.emitted / done.rows
         self.debt = max(-CREDIT, min(CREDIT, debt))             # a machine may have stood still
+
+    def _follow_machine(self, index: int, seconds: float) -> bool:
+        """Scale all costs when rounds of all sizes become slower or faster.
+
+        A stall lengthens one round, a busy machine all of them: the second shortest of the last
+        rounds, each next to what is known of its size, met no stall. Where drafts say that the
+        machine has changed, plain rounds must not deny it, or drafts alone have changed.
+
+        Returns:
+            Whether the round tells what its size costs.
+        """
+        now = self.now
+        if now.seen[index] < NEW or not seconds:
+            return True
+        ratio = seconds / now.mean[index]
+        if index == 0 and now.doubts is not None:
+            now.doubts.append(ratio)
+            if _alike(ratio):
+                now.doubts, now.since_plain = None, 0
+                return True
+            if len(now.doubts) == CONFIRM:                      # it was the drafts alone
+                now.mean[0] *= sorted(now.doubts)[CONFIRM // 2]
+                now.doubts, now.since_plain = None, 0
+            return False
+        self.ratios.append(ratio)
+        change = sorted(self.ratios)[1]
+        if not _alike(change):
+            for costs in self.costs.values():
+                costs.mean = [change * mean for mean in costs.mean]
+            self.ratios.extend([ratio / change for ratio in self.ratios])
+            if index:
+                now.doubts, now.since_plain = [], STALE
+            return False
+        return True
 
     def _count(self, done: Round) -> None:
         """Which nodes were accepted, by the size that added them."""
@@ -205,6 +254,11 @@ class Adaptive(Budget):
         hits, ends = len(done.accepted), done.rows - done.accepted.count(done.size)
         self.hits, self.tries = KEPT * self.hits + hits, KEPT * self.tries + hits + ends
         self.chain = self.chain and done.chain
+
+
+def _alike(ratio: float) -> bool:
+    """Whether rounds are about as long as those that are known."""
+    return 1 / SPREAD < ratio < SPREAD
 
 
 def presets(most: int) -> tuple[int, ...]:
