@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from draftproof.errors import BadInput
 from draftproof.model.generation_defaults import asked_and_unknown
@@ -28,7 +29,7 @@ NOT_MADE = ("output_attentions", "output_hidden_states", "assistant_ensemble_wei
 """Outputs, and ways to draft that are lossy or need what is not handed on."""
 
 
-def _holds_text(cache: Any) -> bool:
+def _holds_text(cache: Cache | None) -> bool:
     """Whether a cache of transformers has read a text. Its name is `cache` since 5.24."""
     if cache is None:
         return False
@@ -39,7 +40,8 @@ def _holds_text(cache: Any) -> bool:
 
 
 def refuse(
-    model: Any, ids: Tensor, config: Any, model_kwargs: Mapping[str, Any], synced: bool
+    model: PreTrainedModel, ids: Tensor, config: GenerationConfig,
+    model_kwargs: Mapping[str, Any], synced: bool,
 ) -> None:
     """Raise BadInput, by name, for what would change the text, or is asked for and not made."""
     arguments = {name: value for name, value in model_kwargs.items() if value is not None}
@@ -87,12 +89,13 @@ def _differ(positions: Tensor, ids: Tensor, mask: Tensor | None) -> bool:
 
 @torch.no_grad()
 def logits_of(
-    model: Any, sequences: Tensor, mask: Tensor | None, new: int, encoded: Mapping[str, Any]
+    model: PreTrainedModel, sequences: Tensor, mask: Tensor | None, new: int,
+    encoded: Mapping[str, object],
 ) -> tuple[Tensor, ...]:
     """Of each new token, the model's logits [B, V], by one forward over the whole text; encoded:
     what else the forward of an encoder-decoder is given."""
     ids, takes = sequences[:, :-1], inspect.signature(model.forward).parameters
-    extra: dict[str, Any] = {"logits_to_keep": new} if "logits_to_keep" in takes else {}
+    extra: dict[str, object] = {"logits_to_keep": new} if "logits_to_keep" in takes else {}
     if encoded:
         extra |= {**encoded, "decoder_input_ids": ids}
     else:
@@ -106,8 +109,9 @@ def logits_of(
 
 
 def encoded_rows(
-    model: Any, prompts: list[list[int]], inputs: Tensor | None, model_kwargs: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+    model: PreTrainedModel, prompts: list[list[int]], inputs: Tensor | None,
+    model_kwargs: Mapping[str, Any],
+) -> list[dict[str, Tensor]]:
     """What the encoder of an encoder-decoder read, row by row, and what each text begins with."""
     output = model_kwargs["encoder_outputs"][0]
     parts = {"encoder_outputs": output, "attention_mask": model_kwargs.get("attention_mask")}

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation import BaseStreamer
 
 log = logging.getLogger("draftproof")
 
@@ -22,8 +23,8 @@ GENERATION = "transformers.generation.utils"
 class Call(NamedTuple):
     """What a call of `model.generate` was given besides the text."""
 
-    assistant_model: Any = None
-    streamer: Any = None
+    assistant_model: PreTrainedModel | None = None
+    streamer: BaseStreamer | None = None
 
 
 def find_call(inner: CodeType) -> Call:
@@ -56,7 +57,7 @@ def find_call(inner: CodeType) -> Call:
 
 
 @contextmanager
-def ending(streamer: Any) -> Iterator[None]:
+def ending(streamer: BaseStreamer | None) -> Iterator[None]:
     """End a streamer afterwards, also after an error: whoever reads it would wait for ever."""
     try:
         yield
@@ -69,12 +70,12 @@ def ending(streamer: Any) -> Iterator[None]:
         streamer.end()
 
 
-class _ModeArguments(dict[str, Any]):
+class _ModeArguments(dict[str, object]):
     """What transformers hands on, and the tokenizer, which is looked up and not handed on."""
 
-    tokenizer: Any
+    tokenizer: object
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> object:
         return self.tokenizer if name == "tokenizer" else super().get(name, default)
 
 
@@ -89,10 +90,11 @@ def keep_tokenizer() -> None:
 
     @wraps(extract)
     def extract_and_keep(
-        self: Any, custom_generate: Any, kwargs: dict[str, Any], *args: Any, **more: Any
-    ) -> Any:
+        self: GenerationMixin, custom_generate: object, kwargs: dict[str, object], *args: object,
+        **more: object,
+    ) -> Mapping[str, object]:
         tokenizer = kwargs.get("tokenizer")
-        arguments = extract(self, custom_generate, kwargs, *args, **more)
+        arguments: dict[str, object] = extract(self, custom_generate, kwargs, *args, **more)
         if tokenizer is None or not callable(custom_generate) or "tokenizer" in arguments:
             return arguments
         kept = _ModeArguments(arguments)

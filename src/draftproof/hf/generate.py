@@ -7,16 +7,19 @@ token inside a round; what cannot be is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
+    BaseStreamer,
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
+    LogitsProcessor,
     LogitsProcessorList,
 )
 from transformers.generation.logits_process import (
@@ -28,17 +31,20 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
+    StoppingCriteria,
     StoppingCriteriaList,
 )
 
 from draftproof.core.params import Sampling
+from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.hf.asked import encoded_rows, logits_of, refuse
 from draftproof.hf.call import ending, find_call, keep_tokenizer
 from draftproof.model.module_target import ModuleTarget
-from draftproof.requests.prompts import without_padding
+from draftproof.requests.prompts import Prompt, without_padding
+from draftproof.requests.sequence import SequenceState
 
 keep_tokenizer()
 
@@ -51,18 +57,20 @@ ENCODED = ("encoder_outputs", "attention_mask", "decoder_attention_mask")
 """What a forward of an encoder-decoder is given besides its text."""
 
 
-class _Engines(dict[Any, Engine]):
+class _Engines(dict[tuple[object, ...], Engine]):
     """Engines kept with a model; copies of the model do not take them along."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _Engines, ()
 
 
 def generate(
-    model: Any, input_ids: Tensor, logits_processor: Any = None, stopping_criteria: Any = None,
-    generation_config: Any = None, synced_gpus: bool = False, streamer: Any = None,
-    assistant_model: Any = None, drafter: Any = None, num_assistant_tokens: int | None = None,
-    acceptance: str | None = None, inputs_tensor: Any = None, **model_kwargs: Any,
+    model: PreTrainedModel, input_ids: Tensor, logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None, synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None, assistant_model: PreTrainedModel | None = None,
+    drafter: str | Path | Drafter | None = None, num_assistant_tokens: int | None = None,
+    acceptance: str | None = None, inputs_tensor: Tensor | None = None, **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:  # fmt: skip
     """Decode for `model.generate`, which calls this: see ``custom_generate`` in transformers.
 
@@ -102,7 +110,7 @@ def generate(
         engine = _engine(model, assistant_model, drafter, num_assistant_tokens, acceptance, config)
         prompts = without_padding(input_ids, mask)
         sampling = _sampling(input_ids, prompts, processors, criteria, bool(config.do_sample))
-        rows: list[Any] = prompts
+        rows: Sequence[Prompt] = prompts
         if encodes:
             rows = encoded_rows(model, prompts, inputs_tensor, model_kwargs)
         new = _decode(engine, input_ids, rows, criteria, sampling, config, streamer)
@@ -125,7 +133,7 @@ def generate(
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """The model in evaluation mode, without dropout; what was training trains on afterwards."""
     training = [part for part in model.modules() if part.training] if model.training else []
     model.eval()
@@ -137,8 +145,8 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _decode(
-    engine: Engine, ids: Tensor, prompts: list[Any], criteria: list[Any],
-    sampling: list[Sampling], config: Any, streamer: Any,
+    engine: Engine, ids: Tensor, prompts: Sequence[Prompt], criteria: Sequence[StoppingCriteria],
+    sampling: list[Sampling], config: GenerationConfig, streamer: BaseStreamer | None,
 ) -> Tensor:  # fmt: skip
     """[B, new] tokens after [B, S] ids: rows that end early go on with padding.
 
@@ -184,16 +192,17 @@ def _decode(
     return torch.tensor(new).T
 
 
-def _ends(criterion: Any) -> bool:
+def _ends(criterion: StoppingCriteria) -> bool:
     return isinstance(criterion, EosTokenCriteria)
 
 
-def _over(row: Any, step: int) -> bool:
+def _over(row: SequenceState, step: int) -> bool:
     return bool(row.finish_reason) and len(row.tokens) <= step
 
 
 def _sampling(
-    ids: Tensor, prompts: list[list[int]], processors: list[Any], criteria: list[Any], drawn: bool
+    ids: Tensor, prompts: list[list[int]], processors: Sequence[LogitsProcessor],
+    criteria: Sequence[StoppingCriteria], drawn: bool,
 ) -> list[Sampling]:
     """What each row asks for: warpers as options, the rest called as transformers calls it."""
     options: dict[str, Any] = {"temperature": 1.0 if drawn else 0.0}
@@ -213,7 +222,7 @@ def _sampling(
     ]
 
 
-def _is_option(warper: Any) -> bool:
+def _is_option(warper: LogitsProcessor) -> bool:
     """Whether it forbids what it takes away, and may leave one token."""
     fills = getattr(warper, "filter_value", -torch.inf)
     return bool(fills == -torch.inf and getattr(warper, "min_tokens_to_keep", 1) <= 1)
@@ -222,7 +231,7 @@ def _is_option(warper: Any) -> bool:
 class _Processor:
     """Asks a processor about a row's text [1, L], with its padding, at its place in the batch."""
 
-    def __init__(self, inner: Any, ids: Tensor, row: int, length: int) -> None:
+    def __init__(self, inner: LogitsProcessor, ids: Tensor, row: int, length: int) -> None:
         self.inner, self.row, self.rows = inner, row, len(ids)
         self.padding = ids[row : row + 1, : ids.shape[1] - length]
         self.__name__ = getattr(inner, "__name__", type(inner).__name__)
@@ -234,8 +243,9 @@ class _Processor:
 
 
 def _engine(
-    model: Any, assistant: Any, drafter: Any, budget: int | None, acceptance: str | None,
-    config: Any,
+    model: PreTrainedModel, assistant: PreTrainedModel | None,
+    drafter: str | Path | Drafter | None, budget: int | None, acceptance: str | None,
+    config: GenerationConfig,
 ) -> Engine:
     """The engine of this model and drafter; kept with the model."""
     if assistant is not None and drafter is not None:
