@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import fastapi
 
@@ -36,7 +35,7 @@ class Answer(BaseAnswer):
         self.offsets = [Offsets(self.codec, prompt) for prompt in each] if self.logprobs else []
         self._begun = set[int]()                        # samples of which something was told
 
-    async def whole(self, request: fastapi.Request) -> dict[str, Any]:
+    async def whole(self, request: fastapi.Request) -> dict[str, object]:
         pieces = {piece.number: piece async for piece in self.pieces(request)}
         for piece in pieces.values():
             self.count_reasoning(piece.output.reasoning)
@@ -62,14 +61,14 @@ class Answer(BaseAnswer):
             yield event(error_body(str(error), status_of(error), getattr(error, "code", None)))
         yield "data: [DONE]\n\n"
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, piece: Piece) -> dict[str, object]:
         """What is new of a sample: all of it, or a chunk."""
         index, update, output, reason = piece
-        content: dict[str, Any] = {"text": output.text}
+        content: dict[str, object] = {"text": output.text}
         if self.chat:
             role = {} if index in self._begun else {"role": "assistant"}
             self._begun.add(index)
-            message: dict[str, Any] = {**role, "content": output.text or (
+            message: dict[str, object] = {**role, "content": output.text or (
                 None if output.calls or output.reasoning else "")}
             if output.reasoning:
                 message["reasoning_content"] = output.reasoning
@@ -79,7 +78,7 @@ class Answer(BaseAnswer):
         scores = self._scores(update, index) if self.logprobs and update.tokens else None
         return {"index": index, **content, "logprobs": scores, "finish_reason": reason}
 
-    def _drafts(self, update: Update) -> dict[str, Any]:
+    def _drafts(self, update: Update) -> dict[str, object]:
         """How new text came about, for the page."""
         tree = {"tree": self._drawn(update.tree)} if update.tree else {}
         return {"pieces": update.pieces, "tokens": len(update.tokens), **tree}
@@ -91,11 +90,11 @@ class Answer(BaseAnswer):
         return [(self._text(tree[place][0]), number.get(tree[place][1], -1), *tree[place][2:])
                 for place in places]
 
-    def _body(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def _body(self, choices: list[dict[str, object]], **more: object) -> dict[str, object]:
         return {"id": self.id, "object": self.kind, "created": self.created,
                 "model": self.hosted.name, "choices": choices, **more}
 
-    def _scores(self, update: Update, index: int | None = None) -> dict[str, Any]:
+    def _scores(self, update: Update, index: int | None = None) -> dict[str, object]:
         """Of new tokens, and of the likeliest in their places.
 
         Args:
@@ -124,7 +123,7 @@ class Answer(BaseAnswer):
     def _text(self, token: int) -> str:
         return token_text(self.codec, token)
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         """What was read and written; and drafted, under OpenAI's names."""
         prompt, new, reasoning, accepted, rejected = self.usage()
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected,
@@ -138,9 +137,9 @@ def token_text(codec: Codec | None, token: int) -> str:
     return codec.token_bytes.text(token) if codec else str(token)
 
 
-def logprobs_of(codec: Codec | None, update: Update) -> list[dict[str, Any]]:
+def logprobs_of(codec: Codec | None, update: Update) -> list[dict[str, object]]:
     """Log-probabilities of new tokens, and of the likeliest in their places, as of a chat."""
-    def described(token: int, score: float) -> dict[str, Any]:
+    def described(token: int, score: float) -> dict[str, object]:
         data = codec.token_bytes[token] if codec else str(token).encode()
         return {"token": token_text(codec, token), "logprob": score, "bytes": list(data)}
 

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, suppress
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
@@ -159,11 +158,11 @@ class Server:
 
         return await self._answer(request, chat, make)
 
-    async def response(self, request: Request, name: str) -> dict[str, Any]:
+    async def response(self, request: Request, name: str) -> dict[str, object]:
         """A response that is kept."""
         return self.responses.get(self._owner(request, None), name)
 
-    async def delete_response(self, request: Request, name: str) -> dict[str, Any]:
+    async def delete_response(self, request: Request, name: str) -> dict[str, object]:
         """Forget a response."""
         self.responses.delete(self._owner(request, None), name)
         return {"id": name, "object": "response", "deleted": True}
@@ -175,7 +174,7 @@ class Server:
         reading = await run_in_threadpool(hosted.read, chat)
         return {"input_tokens": len(reading.requests[0].prompt)}
 
-    async def tokenize(self, body: schema.Completion | schema.Chat) -> dict[str, Any]:
+    async def tokenize(self, body: schema.Completion | schema.Chat) -> dict[str, object]:
         """The token ids of a prompt, or of messages in the model's template."""
         hosted = await self.models.get(body.model)
         first, *others = (await run_in_threadpool(hosted.read, body)).requests
@@ -184,11 +183,11 @@ class Server:
         tokens, length = list(first.prompt), hosted.queue.length
         return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
 
-    def list_models(self) -> dict[str, Any]:
+    def list_models(self) -> dict[str, object]:
         """The models, and the drafters that may write with those that are loaded."""
         return {"object": "list", "data": [self._about(name) for name in self.models.names()]}
 
-    def named_model(self, name: str) -> dict[str, Any]:
+    def named_model(self, name: str) -> dict[str, object]:
         """The model of a name."""
         return self._about(self.models.check(name))
 
@@ -210,7 +209,7 @@ class Server:
             "Referrer-Policy": "no-referrer",
         })  # fmt: skip
 
-    def _about(self, name: str) -> dict[str, Any]:
+    def _about(self, name: str) -> dict[str, object]:
         hosted, source = self.models.loaded.get(name), self.models.sources.get(name)
         drafts = "your texts" if self.access.keys and not self.owners.shared else "all texts"
         return {
@@ -249,7 +248,7 @@ class Server:
 
 
 def _readable(
-    app: FastAPI, path: str, answer: Callable[..., Any], kind: type[Response] = JSONResponse
+    app: FastAPI, path: str, answer: Callable[..., object], kind: type[Response] = JSONResponse
 ) -> None:
     """A route for GET, and for HEAD, whose body is left out."""
     app.get(path, response_class=kind, response_model=None)(answer)

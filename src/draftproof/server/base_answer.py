@@ -7,7 +7,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import fastapi
 
@@ -17,6 +17,9 @@ from draftproof.requests.request import Request, Update
 from draftproof.server.hosted_model import HostedModel, Reading
 from draftproof.server.output_reader import Output
 from draftproof.server.schema import DraftproofOptions
+
+if TYPE_CHECKING:
+    from draftproof.tokenizer.codec import Codec
 
 
 class Piece(NamedTuple):
@@ -71,7 +74,7 @@ class BaseAnswer(ABC):
         return self.requests
 
     @property
-    def codec(self) -> Any:
+    def codec(self) -> Codec | None:
         """The model's tokenizer, or None."""
         return self.hosted.engine.codec
 
@@ -91,7 +94,7 @@ class BaseAnswer(ABC):
             self.hosted.queue.abort(request, self.drafter)
 
     @abstractmethod
-    async def whole(self, request: fastapi.Request) -> dict[str, Any]:
+    async def whole(self, request: fastapi.Request) -> dict[str, object]:
         """The answer in one piece."""
 
     @abstractmethod
@@ -166,7 +169,7 @@ class BaseAnswer(ABC):
             self._reasoned += len(self.codec.encode(text, special=False))
 
 
-def event(body: dict[str, Any], name: str = "") -> str:
+def event(body: dict[str, object], name: str = "") -> str:
     """A server-sent event."""
     data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"

@@ -7,12 +7,29 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from draftproof.errors import BadInput
 from draftproof.tokenizer.codec import Codec
 
-Call = tuple[str, dict[str, Any]]
+
+class CalledFunction(TypedDict):
+    """The function of a call, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call as OpenAI's clients read it."""
+
+    index: int
+    id: str
+    type: str
+    function: CalledFunction
+
+
+Call = tuple[str, dict[str, object]]
 """A function's name and its arguments."""
 
 NAME, ARGUMENTS = "probe_call", {"text": "a probe", "count": 7}
@@ -74,7 +91,9 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
-def read_calls(text: str, form: Form, tools: Mapping[str, Any] | None = None) -> list[Call]:
+def read_calls(
+    text: str, form: Form, tools: Mapping[str, dict[str, Any] | None] | None = None
+) -> list[Call]:
     """The calls that a text begins with; none if it does not, or if something else follows.
 
     Args:
@@ -137,7 +156,7 @@ def _json(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
     return calls, end
 
 
-def _object(arguments: Any) -> dict[str, Any]:
+def _object(arguments: object) -> dict[str, object]:
     """Arguments as an object: some models write none, or write them as text."""
     if isinstance(arguments, str):
         arguments = _DECODER.decode(arguments) if arguments.strip() else None
@@ -162,7 +181,7 @@ def _pairs(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
     match = re.compile(name_pattern).match(text, place)
     if match is None:
         raise ValueError("no call")
-    name, arguments, end = match[1], dict[str, Any](), match.end()
+    name, arguments, end = match[1], dict[str, object](), match.end()
     schema = tools.get(name) or {}
     properties = schema.get("properties") or {}
     while pair := re.compile(pair_pattern, re.DOTALL).match(text, end):
@@ -171,7 +190,7 @@ def _pairs(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
     return [(name, arguments)], end
 
 
-def _value(text: str, schema: Any) -> Any:
+def _value(text: str, schema: object) -> object:
     """A value that is written without quotes if it is text."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
@@ -204,7 +223,7 @@ _READERS = {"json": _json, "named": _named, "arg_key": _pairs, "parameter": _pai
             "python": _python}
 
 
-def form_of(codec: Codec, tools: Sequence[Any]) -> Form:
+def form_of(codec: Codec, tools: Sequence[object]) -> Form:
     """The form in which a model's template writes calls.
 
     Raises:
@@ -224,7 +243,7 @@ def form_of(codec: Codec, tools: Sequence[Any]) -> Form:
     return form
 
 
-def _probed(codec: Codec, tools: list[Any]) -> Form | None:
+def _probed(codec: Codec, tools: Sequence[object]) -> Form | None:
     for as_text in (False, True):
         written = _rendered(codec, tools, 1, as_text) or ""
         form = _derived(written)
@@ -238,7 +257,7 @@ def _probed(codec: Codec, tools: list[Any]) -> Form | None:
     return None
 
 
-def _rendered(codec: Codec, tools: list[Any], count: int, as_text: bool) -> str | None:
+def _rendered(codec: Codec, tools: Sequence[object], count: int, as_text: bool) -> str | None:
     """What a template writes for `count` calls, without what begins and ends every answer; None
     if it refuses."""
     arguments = json.dumps(ARGUMENTS) if as_text else ARGUMENTS

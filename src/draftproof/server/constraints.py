@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 from draftproof.core.params import LogitsRule
 from draftproof.errors import BadInput, first_line
@@ -22,7 +21,7 @@ SPELLINGS = {
 """Fields of a request, and the field of vLLM's `structured_outputs` that means the same."""
 
 
-def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(options: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
     """The fields of a request that say what the text must be, and all others."""
     names = {*SPELLINGS, "structured_outputs"}
     asked = {name: value for name, value in options.items()
@@ -31,7 +30,7 @@ def split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def constraint(
-    response: ResponseFormat | None, asked: dict[str, Any], grammars: Grammars
+    response: ResponseFormat | None, asked: dict[str, object], grammars: Grammars
 ) -> LogitsRule | None:
     """The rule that a text keeps to, or None where any text will do.
 
@@ -61,7 +60,7 @@ def constraint(
     return grammars.lark(_GRAMMARS[kind](value))
 
 
-def _json(schema: Any) -> str:
+def _json(schema: object) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -72,7 +71,7 @@ def _json(schema: Any) -> str:
     return f"start: {json_rule(schema)}"
 
 
-def _regex(pattern: Any) -> str:
+def _regex(pattern: object) -> str:
     """A regular expression that the whole text matches."""
     text = _text(pattern, "regular expression").removeprefix("^")
     text = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", text)            # all of it matches, anyway
@@ -81,14 +80,14 @@ def _regex(pattern: Any) -> str:
     return f"start: TEXT\nTEXT: /{escaped}/"
 
 
-def _choice(choices: Any) -> str:
+def _choice(choices: object) -> str:
     texts = choices if isinstance(choices, list) else []
     if not texts or not all(isinstance(text, str) for text in texts):
         raise BadInput(f"the choices were {choices!r:.99}; give a list of strings")
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in texts)
 
 
-def _grammar(value: Any) -> str:
+def _grammar(value: object) -> str:
     """A grammar in llguidance's Lark or in llama.cpp's GBNF."""
     text = _text(value, "grammar")
     try:
@@ -101,13 +100,13 @@ def _grammar(value: Any) -> str:
         raise BadInput(f"the grammar cannot be read: {first_line(error)}") from None
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: object, what: str) -> str:
     if not isinstance(value, str) or not value:
         raise BadInput(f"the {what} was {value!r:.99}; it must be text")
     return value
 
 
-_GRAMMARS: dict[str, Callable[[Any], str]] = {
+_GRAMMARS: dict[str, Callable[[object], str]] = {
     "json": _json, "regex": _regex, "choice": _choice, "grammar": _grammar,
     "json_object": lambda _: f"start: {json_rule({'type': 'object'})}",
 }  # fmt: skip

@@ -11,7 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from draftproof.errors import BadInput
 from draftproof.requests.completion import first_difference
 from draftproof.server.schema import ResponseFormat
 from draftproof.tokenizer.codec import Codec
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and most chat templates write it: no model can write blanks for ever."""
@@ -56,8 +59,8 @@ class Grammars:
             ends: Its own end tokens.
         """
         self.codec, self.vocab, self.ends = codec, vocab, ends
-        self._tokenizers = list[Any]()                              # one, when it is first needed
-        self._compiled: OrderedDict[tuple[int, str], Any] = OrderedDict()
+        self._tokenizers: list[LLTokenizer] = []                   # one, when it is first needed
+        self._compiled: OrderedDict[tuple[int, str], LLMatcher] = OrderedDict()
         self._lock = Lock()
 
     def of(self, owner: int) -> Grammars:
@@ -101,7 +104,7 @@ class Grammars:
     def _ends(self) -> list[int]:
         return list(self._tokenizers[0].eos_tokens)
 
-    def _matcher(self, grammar: str) -> Any:
+    def _matcher(self, grammar: str) -> LLMatcher:
         """A matcher of its own, at the beginning of a text."""
         try:
             from llguidance import LLMatcher
@@ -144,7 +147,8 @@ class GrammarProcessor:
     """
 
     def __init__(
-        self, matcher: Any, start: int, vocab: int, ends: Sequence[int], known_ends: Sequence[int]
+        self, matcher: LLMatcher, start: int, vocab: int, ends: Sequence[int],
+        known_ends: Sequence[int],
     ) -> None:
         """
         Args:
@@ -191,7 +195,7 @@ class GrammarProcessor:
         return len(self._text) == len(text)
 
 
-def json_rule(schema: dict[str, Any]) -> str:
+def json_rule(schema: dict[str, object]) -> str:
     """A JSON schema as the right side of a rule in Lark."""
     try:
         _reject_inexact(schema)
@@ -202,7 +206,7 @@ def json_rule(schema: dict[str, Any]) -> str:
         raise BadInput(f"the JSON schema cannot be read: {error}") from None
 
 
-def _reject_inexact(schema: Any) -> None:
+def _reject_inexact(schema: object) -> None:
     """Raise BadInput for an integer of a schema that llguidance would round, and another number
     would be written."""
     if isinstance(schema, list):
@@ -222,7 +226,7 @@ def _reject_inexact(schema: Any) -> None:
                 _reject_inexact(value)
 
 
-def _wide_integers(value: Any) -> Iterator[int]:
+def _wide_integers(value: object) -> Iterator[int]:
     """Integers within a value that a double does not hold for sure."""
     if isinstance(value, int) and abs(value) > 1 << 53:
         yield value

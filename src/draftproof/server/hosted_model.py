@@ -6,7 +6,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
@@ -80,7 +79,7 @@ class HostedModel:
         """Whether a request is read, waits or runs."""
         return bool(self.readings or self.queue.running or self.queue.waiting)
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, object]:
         """What clients may know of it."""
         return {"max_model_len": self.queue.length, "drafter": self.engine.drafter.name,
                 "drafters": list(self.queue.schedulers)}
@@ -137,7 +136,7 @@ class HostedModel:
         self._show_marks(requests, readers)
         return Reading(requests, readers)
 
-    def _prompts(self, body: schema.GenerationBody) -> tuple[Any, Form | None, str]:
+    def _prompts(self, body: schema.GenerationBody) -> tuple[object, Form | None, str]:
         """The prompts, how calls are written if tools are offered, and the end of a chat's text."""
         if isinstance(body, schema.Completion):
             return body.prompt or "", None, ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import fastapi
 
@@ -27,8 +26,8 @@ class MessagesAnswer(BaseAnswer):
         self.id = f"msg_{uuid.uuid4().hex}"
         self._open, self._count = "", 0                 # the block that is told; blocks so far
 
-    async def whole(self, request: fastapi.Request) -> dict[str, Any]:
-        blocks, reason = list[dict[str, Any]](), "end_turn"
+    async def whole(self, request: fastapi.Request) -> dict[str, object]:
+        blocks, reason = list[dict[str, object]](), "end_turn"
         async for piece in self.pieces(request):
             output, reason = piece.output, self._reason(piece)
             if output.reasoning:
@@ -72,7 +71,7 @@ class MessagesAnswer(BaseAnswer):
             arguments = call["function"]["arguments"]
             yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
-    def _begin(self, kind: str, fields: dict[str, Any]) -> Iterator[str]:
+    def _begin(self, kind: str, fields: dict[str, object]) -> Iterator[str]:
         if self._open == kind:
             return
         yield from self._close()
@@ -80,7 +79,7 @@ class MessagesAnswer(BaseAnswer):
         yield _told("content_block_start", index=self._count,
                     content_block={"type": kind, **fields})
 
-    def _delta(self, delta: dict[str, Any]) -> str:
+    def _delta(self, delta: dict[str, object]) -> str:
         return _told("content_block_delta", index=self._count, delta=delta)
 
     def _close(self) -> Iterator[str]:
@@ -98,16 +97,16 @@ class MessagesAnswer(BaseAnswer):
             return "stop_sequence"
         return STOPS.get(piece.finish_reason or "", "end_turn")
 
-    def _message(self, blocks: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+    def _message(self, blocks: list[dict[str, object]], reason: str | None) -> dict[str, object]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.hosted.name,
                 "content": blocks, "stop_reason": reason,
                 "stop_sequence": self._stop_string() if reason else None, "usage": self._usage()}
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         usage = self.usage()
         return {"input_tokens": usage.prompt, "output_tokens": usage.new,
                 "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
-def _told(kind: str, **fields: Any) -> str:
+def _told(kind: str, **fields: object) -> str:
     return event({"type": kind, **fields}, kind)

@@ -30,11 +30,11 @@ class ClientTool(BaseModel):
 
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, object]
     type: Literal["custom"] | None = None
-    cache_control: Any = None
+    cache_control: object = None
     strict: bool | None = None
-    input_examples: Any = None
+    input_examples: object = None
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
     eager_input_streaming: bool | None = None
@@ -66,7 +66,7 @@ class OutputFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, object] = Field(alias="schema")
 
 
 class OutputConfig(BaseModel):
@@ -90,10 +90,10 @@ class TokensBody(BaseModel):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None
+    cache_control: object = None
     speed: Literal["standard"] | None = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
+    user_profile_id: object = None
+    workspace_id: object = None
 
     def chat(self, reasons: bool, codec: Codec | None) -> Chat:
         """The same as a chat of OpenAI's.
@@ -105,7 +105,7 @@ class TokensBody(BaseModel):
         Raises:
             BadInput: A part of it is not text, or cannot be honoured.
         """
-        messages = list[dict[str, Any]]()
+        messages = list[dict[str, object]]()
         if self.system:
             messages.append({"role": "system", "content": _text(self.system)})
         for message in self.messages:
@@ -120,11 +120,11 @@ class TokensBody(BaseModel):
             **self._sampling(),
         })  # fmt: skip
 
-    def _choice(self) -> dict[str, Any]:
+    def _choice(self) -> dict[str, object]:
         choice = self.tool_choice
         if choice is None:
             return {}
-        named: Any = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+        named: object = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
         if named is None:
             if choice.name is None:
                 raise BadInput('tool_choice was of type "tool" without a name; give its name')
@@ -132,7 +132,7 @@ class TokensBody(BaseModel):
         return {"tool_choice": named,
                 "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
 
-    def _thinking(self, reasons: bool, codec: Codec | None) -> dict[str, Any]:
+    def _thinking(self, reasons: bool, codec: Codec | None) -> dict[str, object]:
         """`enable_thinking` where the template reads that; else a model does what it does."""
         thinking = self.thinking
         if thinking is None:
@@ -145,7 +145,7 @@ class TokensBody(BaseModel):
             raise BadInput("thinking was enabled, and this model writes none; leave it out")
         return {}
 
-    def _output(self) -> dict[str, Any]:
+    def _output(self) -> dict[str, object]:
         config = self.output_config
         if config is None:
             return {}
@@ -153,7 +153,7 @@ class TokensBody(BaseModel):
         return {"reasoning_effort": config.effort, "response_format": schema and {
             "type": "json_schema", "json_schema": {"schema": schema}}}
 
-    def _sampling(self) -> dict[str, Any]:
+    def _sampling(self) -> dict[str, object]:
         return {}
 
 
@@ -170,12 +170,12 @@ class MessagesBody(TokensBody):
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     draftproof: DraftproofOptions = DraftproofOptions()
-    metadata: Any = None
-    service_tier: Any = None
-    inference_geo: Any = None
-    diagnostics: Any = None
+    metadata: object = None
+    service_tier: object = None
+    inference_geo: object = None
+    diagnostics: object = None
 
-    def _sampling(self) -> dict[str, Any]:
+    def _sampling(self) -> dict[str, object]:
         names = ("stream", "temperature", "top_k", "top_p", "seed", "priority", "cache_salt")
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {**options, "max_tokens": self.max_tokens, "stop": self.stop_sequences or [],
@@ -195,7 +195,7 @@ def _text(content: Blocks) -> str:
     return "".join(parts)
 
 
-def _turn(message: Message) -> list[dict[str, Any]]:
+def _turn(message: Message) -> list[dict[str, object]]:
     """A turn as messages of OpenAI's: results of tools are messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
@@ -213,7 +213,7 @@ def _turn(message: Message) -> list[dict[str, Any]]:
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
             text.append(_text([block]))
-    turn: dict[str, Any] = {"role": message.role, "content": "".join(text)}
+    turn: dict[str, object] = {"role": message.role, "content": "".join(text)}
     if calls:
         turn["tool_calls"] = calls
     if thoughts:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import prometheus_client as prometheus
 from prometheus_client import Counter, Gauge, Histogram
@@ -16,6 +16,9 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 6
 
 FINISHED = ("stop", "length")
 """Finish reasons of samples that were written to their end."""
+
+
+M = TypeVar("M", Counter, Histogram, Gauge)
 
 
 class Registry:
@@ -43,11 +46,14 @@ class Registry:
         """The exposition format."""
         return prometheus.generate_latest(self.registry)
 
-    def _family(self, kind: Any, name: str, about: str, labels: Any, **more: Any) -> Any:
+    def _family(
+        self, kind: Callable[..., M], name: str, about: str, labels: Sequence[str], **more: object
+    ) -> M:
         if name not in self._families:
             names = ("model_name", *labels)
             self._families[name] = kind(name, about, names, registry=self.registry, **more)
-        return self._families[name]
+        family: M = self._families[name]
+        return family
 
 
 class Metrics:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from draftproof.server.call_forms import ToolCall
 from draftproof.server.reasoning import (
     CHANNEL_MARKS,
     CHANNELS,
@@ -27,7 +28,7 @@ class Output(NamedTuple):
 
     reasoning: str
     text: str
-    calls: list[dict[str, Any]]
+    calls: list[ToolCall]
 
 
 class OutputReader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -44,7 +43,9 @@ def problem(
     return JSONResponse(body, status, {**retry, **(headers or {})})
 
 
-def error_body(message: str, status: int, code: str | None = None, path: str = "") -> Any:
+def error_body(
+    message: str, status: int, code: str | None = None, path: str = ""
+) -> dict[str, object]:
     """An error as JSON; the arguments are those of `problem`."""
     text = message.encode(errors="replace").decode()
     if path.startswith(MESSAGES):

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from draftproof.errors import Unavailable
 
 KEPT = 64 << 20
 """Bytes of conversations and responses, as JSON; those not used for longest go first."""
 
-Keep = Callable[[dict[str, Any], list[dict[str, Any]]], None]
+Keep = Callable[[dict[str, object], list[dict[str, object]]], None]
 """Keeps a response, given the assistant's messages in it."""
 
 
 class Kept(NamedTuple):
     """A response, and the conversation up to it."""
 
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]
+    response: dict[str, object]
+    messages: list[dict[str, object]]
     size: int
 
 
@@ -31,7 +31,7 @@ class ResponseStore:
         self.limit, self._size = limit, 0
         self._kept: OrderedDict[tuple[int, str], Kept] = OrderedDict()
 
-    def messages(self, owner: int, name: str | None) -> list[dict[str, Any]]:
+    def messages(self, owner: int, name: str | None) -> list[dict[str, object]]:
         """The conversation up to a response, which comes before a new one.
 
         Raises:
@@ -39,7 +39,7 @@ class ResponseStore:
         """
         return list(self._find(owner, name).messages) if name is not None else []
 
-    def get(self, owner: int, name: str) -> dict[str, Any]:
+    def get(self, owner: int, name: str) -> dict[str, object]:
         """A response."""
         return self._find(owner, name).response
 
@@ -48,12 +48,12 @@ class ResponseStore:
         self._size -= self._find(owner, name).size
         del self._kept[owner, name]
 
-    def keeper(self, owner: int, before: list[dict[str, Any]]) -> Keep:
+    def keeper(self, owner: int, before: list[dict[str, object]]) -> Keep:
         """What keeps a response to a conversation."""
-        def keep(response: dict[str, Any], new: list[dict[str, Any]]) -> None:
+        def keep(response: dict[str, object], new: list[dict[str, object]]) -> None:
             messages = [message for message in before if message["role"] != "system"] + new
             size = len(json.dumps([response, messages]))
-            self._kept[owner, response["id"]] = Kept(response, messages, size)
+            self._kept[owner, str(response["id"])] = Kept(response, messages, size)
             self._size += size
             while self._size > self.limit:
                 self._size -= self._kept.popitem(last=False)[1].size

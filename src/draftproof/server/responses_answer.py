@@ -11,6 +11,7 @@ import fastapi
 from draftproof.errors import DraftproofError
 from draftproof.server.answer import logprobs_of
 from draftproof.server.base_answer import BaseAnswer, Piece, event
+from draftproof.server.call_forms import ToolCall
 from draftproof.server.hosted_model import HostedModel, Reading
 from draftproof.server.response_store import Keep
 from draftproof.server.responses_request import ResponsesBody
@@ -28,7 +29,7 @@ class ResponsesAnswer(BaseAnswer):
         self._open = False                              # whether the last item still grows
         self._finish: str | None = None
 
-    async def whole(self, request: fastapi.Request) -> dict[str, Any]:
+    async def whole(self, request: fastapi.Request) -> dict[str, object]:
         async for piece in self.pieces(request):
             self.count_reasoning(piece.output.reasoning)
             for _ in self._grow(piece):                 # events that nobody is told
@@ -72,9 +73,9 @@ class ResponsesAnswer(BaseAnswer):
         if self._open and self.items[-1]["type"] == kind:
             return
         yield from self._close()
-        item: dict[str, Any] = {"id": f"{'rs' if kind == 'reasoning' else 'msg'}_"
+        item: dict[str, object] = {"id": f"{'rs' if kind == 'reasoning' else 'msg'}_"
                                       f"{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
-        more: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+        more: dict[str, object] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
         item |= more
         part = ({"type": "reasoning_text", "text": ""} if kind == "reasoning" else
                 {"type": "output_text", "text": "", "annotations": [], "logprobs": []})
@@ -84,7 +85,9 @@ class ResponsesAnswer(BaseAnswer):
         item["content"] = [part]
         yield self._part("response.content_part.added", part=dict(part))
 
-    def _add(self, kind: str, text: str, scores: list[Any] | None = None) -> Iterator[str]:
+    def _add(
+        self, kind: str, text: str, scores: list[dict[str, object]] | None = None
+    ) -> Iterator[str]:
         part = self.items[-1]["content"][0]
         part["text"] += text
         more = {}
@@ -105,10 +108,12 @@ class ResponsesAnswer(BaseAnswer):
         yield self._part("response.content_part.done", part=part)
         yield self._item("response.output_item.done", item)
 
-    def _call(self, call: dict[str, Any]) -> Iterator[str]:
+    def _call(self, call: ToolCall) -> Iterator[str]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"],
-                "name": name, "arguments": "", "status": "in_progress"}
+        item: dict[str, object] = {
+            "id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"],
+            "name": name, "arguments": "", "status": "in_progress",
+        }  # fmt: skip
         self.items.append(item)
         yield self._item("response.output_item.added", dict(item))
         about = {"item_id": item["id"], "output_index": len(self.items) - 1}
@@ -118,7 +123,7 @@ class ResponsesAnswer(BaseAnswer):
         item |= {"arguments": arguments, "status": "completed"}
         yield self._item("response.output_item.done", item)
 
-    def _ended(self) -> dict[str, Any]:
+    def _ended(self) -> dict[str, object]:
         """The response at its end; kept, if it may be."""
         cut = self._finish == "length"
         response = self._response("incomplete" if cut else "completed")
@@ -128,7 +133,7 @@ class ResponsesAnswer(BaseAnswer):
             self.keep(response, self._messages())
         return response
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self) -> list[dict[str, object]]:
         """What the assistant said, as a message of a chat."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self.items:
@@ -142,7 +147,7 @@ class ResponsesAnswer(BaseAnswer):
                         "name": item["name"], "arguments": item["arguments"]}})
         return [message]
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: str) -> dict[str, object]:
         body, done = self.body, status not in ("in_progress", "failed")
         fields = {name: getattr(body, name) for name in (
             "instructions", "previous_response_id", "temperature", "top_p", "max_output_tokens",
@@ -164,7 +169,7 @@ class ResponsesAnswer(BaseAnswer):
             "usage": self._usage() if done else None,
         }  # fmt: skip
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         usage = self.usage()
         return {"input_tokens": usage.prompt, "input_tokens_details": {
                     "cached_tokens": 0, "cache_write_tokens": 0},
@@ -172,13 +177,13 @@ class ResponsesAnswer(BaseAnswer):
                 "output_tokens_details": {"reasoning_tokens": usage.reasoning},
                 "total_tokens": usage.prompt + usage.new}
 
-    def _item(self, kind: str, item: dict[str, Any]) -> str:
+    def _item(self, kind: str, item: dict[str, object]) -> str:
         return self._told(kind, output_index=len(self.items) - 1, item=item)
 
-    def _part(self, kind: str, **fields: Any) -> str:
+    def _part(self, kind: str, **fields: object) -> str:
         return self._told(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1,
                           content_index=0, **fields)
 
-    def _told(self, kind: str, **fields: Any) -> str:
+    def _told(self, kind: str, **fields: object) -> str:
         self._sequence += 1
         return event({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)

@@ -27,7 +27,7 @@ class FunctionTool(BaseModel):
     type: str
     name: str = ""
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
 
 
 class TextFormat(BaseModel):
@@ -36,7 +36,7 @@ class TextFormat(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, object] | None = Field(None, alias="schema")
 
 
 class TextOptions(Strict):
@@ -57,14 +57,14 @@ class Reasoning(Strict):
 class ResponsesBody(Strict):
     """Of /v1/responses."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, object]]
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
     store: bool | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -81,15 +81,15 @@ class ResponsesBody(Strict):
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     draftproof: DraftproofOptions = DraftproofOptions()
-    metadata: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    stream_options: Any = None
+    metadata: object = None
+    user: object = None
+    service_tier: object = None
+    safety_identifier: object = None
+    prompt_cache_key: object = None
+    prompt_cache_retention: object = None
+    stream_options: object = None
 
-    def chat(self, earlier: list[dict[str, Any]]) -> Chat:
+    def chat(self, earlier: list[dict[str, object]]) -> Chat:
         """The same as a chat.
 
         Args:
@@ -120,19 +120,19 @@ class ResponsesBody(Strict):
         """Whether the client wants log-probabilities."""
         return "message.output_text.logprobs" in (self.include or ())
 
-    def _logprobs(self) -> dict[str, Any]:
+    def _logprobs(self) -> dict[str, object]:
         if not self.wants_logprobs:
             return {}
         return {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
 
-    def _format(self) -> dict[str, Any] | None:
+    def _format(self) -> dict[str, object] | None:
         wanted = self.text.format if self.text is not None else None
         if wanted is None or wanted.type == "text":
             return None
         return {"type": wanted.type, "json_schema": {"schema": wanted.schema_}
                 if wanted.schema_ is not None else {}}
 
-    def _tools(self) -> dict[str, Any]:
+    def _tools(self) -> dict[str, object]:
         for tool in self.tools or ():
             if tool.type != "function" or not tool.name:
                 raise BadInput(f"a tool of type {tool.type!r:.60} was given; this server offers "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,7 +17,7 @@ class Function(Body):
     """A tool's name and, as a JSON schema, what it takes."""
 
     name: str
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
 
 
 class Tool(Body):
@@ -31,7 +31,7 @@ class ResponseFormat(Body):
     """What the text must be."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] = {}
+    json_schema: dict[str, object] = {}
 
 
 class StreamOptions(BaseModel):
@@ -79,12 +79,12 @@ class Completion(GenerationBody):
 class Chat(GenerationBody):
     """Of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, object]]
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    documents: list[dict[str, object]] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
@@ -96,7 +96,7 @@ class Chat(GenerationBody):
         """Whether reasoning is told apart from the answer."""
         return self.separate_reasoning is not False and self.reasoning_format != "none"
 
-    def template_options(self) -> dict[str, Any]:
+    def template_options(self) -> dict[str, object]:
         """What the chat template is to read besides messages and tools."""
         options = {"documents": self.documents or None, "enable_thinking": self.enable_thinking,
                    "reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}

@@ -18,6 +18,7 @@ from draftproof.server.call_forms import (
     MISTRAL,
     Call,
     Form,
+    ToolCall,
     form_of,
     read_calls,
 )
@@ -38,7 +39,7 @@ __all__ = [
 ]
 
 
-def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, Any]], Form | None]:
+def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, object]], Form | None]:
     """The tools that a model may call, for its template, and how it writes calls; None for none."""
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
     if not tools and body.tool_choice not in (None, "none", "auto"):
@@ -91,7 +92,7 @@ def _call_grammar(
     return "\n".join([f"start: {begin} {calls} {end}", *rules])
 
 
-def _call_schema(function: Function, form: Form) -> dict[str, Any]:
+def _call_schema(function: Function, form: Form) -> dict[str, object]:
     properties = {form.name: {"const": function.name},
                   form.arguments: function.parameters or {"type": "object"}}
     return {"type": "object", "additionalProperties": False, "required": [*properties],
@@ -132,7 +133,7 @@ class CallReader:
         self.form, self._text, self._held = form, "", ""
         self._schemas = {tool.function.name: tool.function.parameters for tool in tools}
 
-    def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
+    def push(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
         """The text that is certain to be none of a call; with the last of it, the calls."""
         self._held += text
         place, calls = self._first_call(), list[Call]()
@@ -169,7 +170,7 @@ class CallReader:
         return whole if whole >= 0 else len(text) - partial
 
 
-def as_client(index: int, call: Call) -> dict[str, Any]:
+def as_client(index: int, call: Call) -> ToolCall:
     """A call as OpenAI's clients read it."""
     name, arguments = call
     text = json.dumps(arguments, ensure_ascii=False)

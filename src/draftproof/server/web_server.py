@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,6 +17,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from draftproof.errors import BadInput
 from draftproof.server.guard import LARGEST_HEAD, Lifecycle
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 LOGGER = logging.getLogger("draftproof.server")
 READ_SECONDS = 60.0
@@ -123,7 +126,7 @@ class WebServer(uvicorn.Server):
         self._signalled: float | None = None
         self._complained = -QUIET_SECONDS
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._signalled is not None:
             os._exit(1)
         self._signalled, self.lifecycle.draining = time.monotonic(), True
@@ -150,7 +153,7 @@ class WebServer(uvicorn.Server):
                 connection.transport.abort()        # half a request, or cut off
         await super().shutdown(sockets)
 
-    def _loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def _loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """One line a minute where asyncio writes a traceback for each connection."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in NO_DESCRIPTORS):

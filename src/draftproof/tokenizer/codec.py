@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
 
@@ -24,7 +24,7 @@ _CONTEXT = 8
 _PART_TOKENS = 3
 """Tokens that a character which is not complete may have: UTF-8 has up to four bytes."""
 
-Messages = Sequence[dict[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 
 
 class Codec:
@@ -52,8 +52,8 @@ class Codec:
         return list(self.tokenizer(text, add_special_tokens=special).input_ids)
 
     def encode_chat(
-        self, messages: Messages, tools: Sequence[Any] | None = None,
-        options: Mapping[str, Any] | None = None,
+        self, messages: Messages, tools: Sequence[object] | None = None,
+        options: Mapping[str, object] | None = None,
     ) -> list[int]:  # fmt: skip
         """Token ids of a chat in the model's own template, ready for the assistant's answer.
 
@@ -69,8 +69,8 @@ class Codec:
         return self.encode(self.chat_text(messages, tools, options), special=False)
 
     def chat_text(
-        self, messages: Messages, tools: Sequence[Any] | None = None,
-        options: Mapping[str, Any] | None = None, answer: bool = True,
+        self, messages: Messages, tools: Sequence[object] | None = None,
+        options: Mapping[str, object] | None = None, answer: bool = True,
     ) -> str:  # fmt: skip
         """A chat as the template writes it, as `encode_chat` reads it.
 
@@ -88,7 +88,7 @@ class Codec:
                 why = f"{self.name} has no chat template; give plain text, or a chat model"
             raise BadInput(why) from error
 
-    def _refuse_unread(self, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> None:
+    def _refuse_unread(self, tools: Sequence[object] | None, options: Mapping[str, object]) -> None:
         """Raise BadInput for an option that the template never reads: it would change nothing."""
         if not options or not self.tokenizer.chat_template:
             return

@@ -6,9 +6,9 @@ Which rows make which batch is a function of (seed, step): a resumed run sees th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -144,7 +144,7 @@ def tokenized(document: Document, codec: Codec, end: int | None) -> list[Example
     return [Example(before + text, [False] * len(before) + [True] * len(text))]
 
 
-def tokenized_chat(messages: Sequence[dict[str, Any]], codec: Codec) -> list[Example]:
+def tokenized_chat(messages: Sequence[Mapping[str, object]], codec: Codec) -> list[Example]:
     """The chat in the model's own template, with the assistant's tokens in the loss.
 
     One example where the template writes a chat the same way while it grows; otherwise (templates

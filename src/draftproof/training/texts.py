@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +35,7 @@ class Document(NamedTuple):
 
     text: str = ""
     prompt: str | None = None
-    messages: Sequence[dict[str, Any]] = ()
+    messages: Sequence[Mapping[str, object]] = ()
 
     def as_chat(self) -> Document:
         """A prompt, or a plain text, as the user's message; what is after a prompt, the answer."""
@@ -164,7 +164,7 @@ def _pieces(text: str) -> Iterator[str]:
         yield piece
 
 
-def parse(row: Any) -> Document:
+def parse(row: object) -> Document:
     """The document in a row of JSON. Raises BadInput, with the reason, if there is none."""
     if not isinstance(row, dict):
         raise BadInput("it is not an object")
@@ -187,7 +187,7 @@ def parse(row: Any) -> Document:
     return Document(_text(answer, "the answer") if answer else "", prompt)
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise BadInput(f"{name} must be text")
     if not value.strip():
@@ -206,7 +206,7 @@ def _chat(parts: Any, answer: Any) -> list[dict[str, Any]]:
     parts = [*parts, *(answer or [])] if isinstance(parts, list) else parts
     if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
         parts = [{"role": part.get("from"), "content": part.get("value"), **part} for part in parts]
-    messages = list[dict[str, Any]]()
+    messages = list[dict[str, object]]()
     for message in messages_of(parts):
         if message["role"] not in ROLES:
             raise BadInput(
