@@ -23,8 +23,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def render(
-    template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None,
-    **values: Any,
+    template: str, messages: Sequence[Mapping[str, object]], tools: Sequence[object] | None,
+    **values: object,
 ) -> str:  # fmt: skip
     """Render a conversation.
 
@@ -45,8 +45,8 @@ def render(
     )
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    chat: dict[str, Any] = _plain({key: value for key, value in message.items()
+def _message(message: Mapping[str, object]) -> dict[str, object]:
+    chat: dict[str, object] = _plain({key: value for key, value in message.items()
                                    if value is not None})
     reasoning = next((chat[key] for key in REASONING if chat.get(key) is not None), None)
     if reasoning is not None:
@@ -88,7 +88,7 @@ class _Generation(jinja2.ext.Extension):
 class _Dict:
     """`dict` without its attributes."""
 
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+    def __call__(self, *args: Any, **values: object) -> dict[Any, Any]:
         return dict(*args, **values)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
@@ -98,19 +98,19 @@ class _Dict:
 class _Namespace(jinja2.utils.Namespace):
     """A namespace that stores no underscored names, which reach Python's internals."""
 
-    def __init__(*args: Any, **values: Any) -> None:
+    def __init__(*args: Any, **values: object) -> None:
         self, rest = args[0], args[1:]
         attributes = dict(*rest, **values)
         for name in attributes:
             _check_name(name)
         jinja2.utils.Namespace.__init__(self, attributes)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(
             f"a chat template cannot store {name!r} in a namespace; rename the attribute"
@@ -129,7 +129,8 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+    value: object, ensure_ascii: bool = False, indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,

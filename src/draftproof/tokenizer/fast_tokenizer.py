@@ -103,7 +103,7 @@ class FastTokenizer:
         return self._roles.get("bos")
 
     def get_chat_template(
-        self, chat_template: str | None = None, tools: Sequence[Any] | None = None
+        self, chat_template: str | None = None, tools: Sequence[object] | None = None
     ) -> str:
         """The template that a conversation is rendered with; raises ValueError without one."""
         known = self.chat_template
