@@ -65,7 +65,7 @@ class KVCache:
         self.capacity = capacity                         # positions per row, scratch included
         self._reach = reach or _Reach()                  # of a cache and all its views
         self._views: dict[tuple[int, int], KVCache] = {}
-        self._for_module: Any = None
+        self._for_module: object = None
 
     @classmethod
     def empty(
@@ -76,7 +76,7 @@ class KVCache:
         layers = [empty_layer(shape, rows, capacity, dtype, device, layer) for shape in shapes]
         return cls(layers, torch.zeros(rows, dtype=torch.int64, device=device), capacity)
 
-    def for_module(self) -> Any:
+    def for_module(self) -> object:
         """The cache as a transformers module takes it: the same layers."""
         if self._for_module is None:
             from draftproof.cache.module_cache import module_cache

@@ -47,7 +47,7 @@ class LogitScaling(NamedTuple):
     cap: float | None
 
     @classmethod
-    def of(cls, config: Any) -> LogitScaling:
+    def of(cls, config: object) -> LogitScaling:
         names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
         factor, divisor, cap = (getattr(config, name, None) for name in names)
         multiplies = isinstance(factor, float) and factor != 1

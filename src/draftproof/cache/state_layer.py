@@ -103,7 +103,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.trails[state_idx] = recorded()
         return recurrent_states
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """Nothing to do: storage exists from the start."""
 
 

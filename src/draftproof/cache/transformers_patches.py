@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,6 +47,11 @@ def placed(place: Place | None) -> Iterator[None]:
         _PLACE.reset(token)
 
 
+R = TypeVar("R")
+_Recurrent = Callable[..., tuple[Tensor, Tensor]]
+"""A gated delta rule: outputs, and the last state."""
+
+
 def patch_decoder(model: PreTrainedModel) -> bool:
     """Correct ALiBi (Bloom, Falcon) and Mamba's scan, let gated delta nets record their states;
     whether a model has to know the place of a read."""
@@ -60,14 +65,16 @@ def patch_decoder(model: PreTrainedModel) -> bool:
     return alibi and bool(getattr(model.config, "alibi", True))
 
 
-def patch_encoder_decoder(decoder: Any) -> None:
+def patch_encoder_decoder(decoder: nn.Module) -> None:
     """Correct embedded positions, and bias by distance, of a decoder that takes no positions."""
     if (embed := getattr(decoder, "embed_positions", None)) is not None:
         _wrap([type(embed)], "forward", _by_place(_embedded))
     _wrap({type(module) for module in decoder.modules()}, "compute_bias", _by_place(_biased))
 
 
-def _wrap(owners: Collection[Any], name: str, around: Callable[[Any], Any]) -> bool:
+def _wrap(
+    owners: Collection[object], name: str, around: Callable[[Callable[..., R]], Callable[..., R]]
+) -> bool:
     """Wrap what these have by this name, unless it is already; return whether any has it."""
     patched = [owner for owner in owners if hasattr(owner, name)]
     for owner in patched:
@@ -79,12 +86,14 @@ def _wrap(owners: Collection[Any], name: str, around: Callable[[Any], Any]) -> b
     return bool(patched)
 
 
-def _by_place(instead: Callable[..., Any]) -> Callable[[Any], Any]:
+def _by_place(
+    instead: Callable[..., Tensor]
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """During a read, `instead` is asked with its place and the function itself in front."""
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+    def around(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(original)
-        def placed_or_original(*args: Any, **kwargs: Any) -> Any:
+        def placed_or_original(*args: object, **kwargs: object) -> Tensor:
             place = _PLACE.get()
             if place is None:
                 return original(*args, **kwargs)
@@ -95,7 +104,9 @@ def _by_place(instead: Callable[..., Any]) -> Callable[[Any], Any]:
     return around
 
 
-def _alibi(place: Place, build: Any, mask: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+def _alibi(
+    place: Place, build: Callable[..., Tensor], mask: Tensor, heads: int, dtype: torch.dtype
+) -> Tensor:
     """[B * heads, 1, S]. Softmax ignores what is equal for all keys of a query, so the bias is the
     slope of a head times the key's position."""
     rows, span = place.keys.shape
@@ -105,7 +116,8 @@ def _alibi(place: Place, build: Any, mask: Tensor, heads: int, dtype: torch.dtyp
 
 
 def _embedded(
-    place: Place, embed: Any, module: Any, first: Any, *args: Any, **kwargs: Any
+    place: Place, embed: Callable[..., Tensor], module: Any, first: object,
+    *args: object, **kwargs: object,
 ) -> Tensor:
     """Of the embeddings of all positions, those of each node; decoders give tokens, their
     embeddings, or their shape."""
@@ -125,8 +137,8 @@ def _embedded(
 
 
 def _biased(
-    place: Place, bias: Any, module: Any, query_length: int, key_length: int, *args: Any,
-    **kwargs: Any,
+    place: Place, bias: Callable[..., Tensor], module: nn.Module, query_length: int,
+    key_length: int, *args: object, **kwargs: object,
 ) -> Tensor:  # fmt: skip
     """Of the bias by distance, that between each node and each key."""
     last = key_length - 1
@@ -136,11 +148,11 @@ def _biased(
     return rows
 
 
-class HandedStates(dict[int, Any]):
+class HandedStates(dict[int, Tensor | None]):
     """Recurrent states by number; the one asked for last is what this thread's scan goes on
     from."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Tensor | None:
         _scan.state = super().__getitem__(index)
         return _scan.state
 
@@ -168,15 +180,15 @@ def recorded() -> list[Tensor] | None:
     return trail
 
 
-def _step_by_step(step: Callable[..., Any], chunk: Callable[..., Any]) -> Callable[..., Any]:
+def _step_by_step(step: _Recurrent, chunk: _Recurrent) -> _Recurrent:
     """A gated delta rule that goes token by token during a read that is recorded, and so computes
     each token as a single step would."""
 
     @wraps(chunk)
     def stepwise(
-        query: Tensor, key: Tensor, value: Tensor, *args: Any, g: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, **options: Any,
-    ) -> Any:  # fmt: skip
+        query: Tensor, key: Tensor, value: Tensor, *args: object, g: Tensor, beta: Tensor,
+        initial_state: Tensor | None = None, **options: object,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         count = query.shape[1]
         if args or initial_state is None or count != getattr(_scan, "tokens", 0):
             return chunk(query, key, value, *args, g=g, beta=beta, initial_state=initial_state,
@@ -197,7 +209,7 @@ def _step_by_step(step: Callable[..., Any], chunk: Callable[..., Any]) -> Callab
     return stepwise
 
 
-def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:
+def _going_on(scan: Callable[..., Any]) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """Mamba 1's scan of inputs [B, I, L] from the state handed, [B, I, S].
 
     transformers 5 starts it from zero unless a single token is read. It is linear in its state, so
@@ -208,8 +220,8 @@ def _going_on(scan: Callable[..., Any]) -> Callable[..., Any]:
     def going_on(
         inputs: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *,
         z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
-        return_last_state: bool = False, **options: Any,
-    ) -> Any:  # fmt: skip
+        return_last_state: bool = False, **options: object,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         state = getattr(_scan, "state", None)
         same = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, **options}
         if state is None:

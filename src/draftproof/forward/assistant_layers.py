@@ -118,7 +118,7 @@ def _body(settings: Mapping[str, Any]) -> tuple[Any, nn.Module]:
     from transformers import AutoConfig, AutoModel
 
     rest = {key: value for key, value in settings.items() if key != "model_type"}
-    config: Any = AutoConfig.for_model(str(settings["model_type"]), **rest)
+    config = AutoConfig.for_model(str(settings["model_type"]), **rest)
     text = copy.deepcopy(config.get_text_config())
     count, kinds = int(text.num_hidden_layers), list(text.layer_types)
     if len(kinds) != count:
@@ -129,7 +129,7 @@ def _body(settings: Mapping[str, Any]) -> tuple[Any, nn.Module]:
     double = type(text)(**values)
     double._attn_implementation = "sdpa"
     with torch.device("meta"):
-        model: Any = AutoModel.from_config(double)
+        model = AutoModel.from_config(double)
     model.layers = model.layers[count:]
     with torch.device("cpu"):                           # it has values from the start
         model.rotary_emb = type(model.rotary_emb)(double)

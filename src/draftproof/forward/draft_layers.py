@@ -27,7 +27,7 @@ from draftproof.errors import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Mask = Callable[[int | None], Tensor | None]
 """The additive mask of a read for layers with this window."""
@@ -44,7 +44,9 @@ class DraftLayers:
     norm: the family's norm of a width, as a module without weights.
     """
 
-    def __init__(self, config: Any, layers: Sequence[nn.Module], rotary: Any) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, layers: Sequence[nn.Module], rotary: nn.Module
+    ) -> None:
         self.config, self.rotary, self.layers = config, rotary, list[Any](layers)
         window = getattr(config, "sliding_window", None)
         usual = "sliding_attention" if window else "full_attention"     # Mistral's have no types
@@ -127,7 +129,7 @@ def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> Dr
         config = AutoConfig.for_model(kind, **rest)
         config._attn_implementation = "sdpa"
         with torch.device("meta"):
-            body: Any = AutoModel.from_config(config)
+            body = AutoModel.from_config(config)
         rotary = type(body.rotary_emb)(config)
     except Exception as error:                      # a family checks its settings as it likes
         raise DrafterMismatch(
@@ -146,7 +148,7 @@ def base_settings() -> set[str]:
     return {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
 
-def refuse_unknown(settings: dict[str, Any], known: Collection[str], name: str) -> None:
+def refuse_unknown(settings: Mapping[str, object], known: Collection[str], name: str) -> None:
     """Refuse settings that nobody reads, unless their value means that something is off."""
     for key, value in settings.items():
         off = value is None or value in (False, 0, "", [], {})
@@ -154,7 +156,7 @@ def refuse_unknown(settings: dict[str, Any], known: Collection[str], name: str) 
             refuse_setting(key, value, name)
 
 
-def refuse_setting(key: str, value: Any, name: str) -> NoReturn:
+def refuse_setting(key: str, value: object, name: str) -> NoReturn:
     """Refuse a drafter that asks for what is not implemented here."""
     raise DrafterMismatch(
         f"{name} has the setting {key} = {value!r:.60}, which is not known here; it would draft "
@@ -193,7 +195,7 @@ def layers_like(model: Any, count: int) -> DraftLayers:
     return DraftLayers(config, body.layers, type(body.rotary_emb)(config))
 
 
-def family_settings(model: Any, changed: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def family_settings(model: Any, changed: Mapping[str, object] | None = None) -> dict[str, Any]:
     """Every setting of a model's configuration, those at their defaults too.
 
     Args:
@@ -201,21 +203,21 @@ def family_settings(model: Any, changed: Mapping[str, Any] | None = None) -> dic
         changed: What the configuration has instead.
     """
     native = hasattr(model.config, "settings")
-    config: Any = _config_of(model.config.settings) if native else model.config.get_text_config()
+    config = _config_of(model.config.settings) if native else model.config.get_text_config()
     result = dict(config.to_dict())
     if not changed:
         return result
     return dict(type(config)(**{**result, **changed}).to_dict())
 
 
-def _config_of(settings: Mapping[str, Any]) -> Any:
+def _config_of(settings: Mapping[str, object]) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     rest = {key: value for key, value in settings.items() if key != "model_type"}
     return AutoConfig.for_model(str(settings.get("model_type", "llama")), **rest)
 
 
-def sparse_mlp(config: Any, settings: Mapping[str, Any]) -> nn.Module:
+def sparse_mlp(config: PreTrainedConfig, settings: Mapping[str, Any]) -> nn.Module:
     """A mixture of experts with one that is always used, as Qwen3-Next has it, without weights.
 
     Args:

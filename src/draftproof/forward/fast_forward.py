@@ -8,7 +8,7 @@ with kernels `fused_forward` reads up to 64 nodes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from draftproof.cache.kv_cache import KVCache, tree_mask
 from draftproof.core.tree import TokenTree
 from draftproof.forward.decoder_layers import AttentionKind, Decoder, DecoderLayer, Linear
 from draftproof.forward.fused_forward import FusedForward
+
+if TYPE_CHECKING:
+    from draftproof.cache.kv_layer import KVLayer
 
 SHAPES = 64
 """Shapes of one forward that are compiled, at the most."""
@@ -113,7 +116,7 @@ class FastForward:
         return logits, torch.stack(selected, 2) if selected else None
 
     def layer(
-        self, layer: DecoderLayer, store: Any, hidden: Tensor, positions: Tensor, mask: Tensor
+        self, layer: DecoderLayer, store: KVLayer, hidden: Tensor, positions: Tensor, mask: Tensor
     ) -> Tensor:
         """[B, W, H] the states after one layer, which may be another decoder's of this form.
 
@@ -133,7 +136,7 @@ class FastForward:
         return mask.repeat(1, 1, copies, 1) if copies > 1 else mask
 
     def _layer(
-        self, layer: DecoderLayer, store: Any, hidden: Tensor, cos: Tensor, sin: Tensor,
+        self, layer: DecoderLayer, store: KVLayer, hidden: Tensor, cos: Tensor, sin: Tensor,
         mask: Tensor,
     ) -> Tensor:
         """[B, W, H] the states after a layer."""
@@ -163,7 +166,7 @@ class FastForward:
         return torch.addcmul(heads * cos, torch.cat(swapped, -1), sin)
 
     def _attend(
-        self, layer: DecoderLayer, store: Any, inputs: Tensor, cos: Tensor, sin: Tensor,
+        self, layer: DecoderLayer, store: KVLayer, inputs: Tensor, cos: Tensor, sin: Tensor,
         mask: Tensor
     ) -> Tensor:
         rows, width, _ = inputs.shape

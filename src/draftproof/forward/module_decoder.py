@@ -23,7 +23,7 @@ from draftproof.weights.packed_linear import PackedSlice
 from draftproof.weights.token_table import DenseTable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def fits(model: PreTrainedModel) -> bool:
@@ -69,7 +69,7 @@ def _is_original(model: PreTrainedModel) -> bool:
     )
 
 
-def _is_of(part: Any, home: str) -> bool:
+def _is_of(part: object, home: str) -> bool:
     """Whether a module is of a class of this file of transformers, with that class's forward."""
     return (
         isinstance(part, nn.Module)
@@ -94,7 +94,7 @@ def decoder_of(
         windows: By kind of layer, how many positions back attention sees; None: all.
         context: Positions the model knows.
     """
-    body: Any = model.model
+    body = model.model
     head_dim = int(body.layers[0].self_attn.head_dim)
     kinds = [attention_kind(body, number, windows) for number in range(len(body.layers))]
     distinct = list(dict.fromkeys(kinds))
@@ -122,7 +122,9 @@ def decoder_of(
     )  # fmt: skip
 
 
-def attention_kind(body: Any, number: int, windows: Mapping[str, int | None]) -> AttentionKind:
+def attention_kind(
+    body: PreTrainedModel, number: int, windows: Mapping[str, int | None]
+) -> AttentionKind:
     config, rotary = body.config, body.rotary_emb
     kinds = getattr(config, "layer_types", None)
     name = str(kinds[number]) if kinds else ""
@@ -202,18 +204,18 @@ def _head_norm(attention: Any, heads: int, key_heads: int) -> Linear:
     return rms_norm(weight, query.weight.dtype, weight.shape[-1], epsilon_of(query))
 
 
-def _activation(config: Any) -> str | None:
+def _activation(config: PreTrainedConfig) -> str | None:
     return getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
 
 
-def _rotations(config: Any) -> list[str]:
+def _rotations(config: PreTrainedConfig) -> list[str]:
     """Kinds of rotary embedding, by name; of each kind of layer where these differ."""
     rope = getattr(config, "rope_parameters", None) or {}
     several = [kind for kind in rope.values() if isinstance(kind, dict)]
     return [kind.get("rope_type", "default") for kind in several or [rope]]
 
 
-def _embed_scale(config: Any, embed: Any) -> float:
+def _embed_scale(config: PreTrainedConfig, embed: Any) -> float:
     """What embeddings are multiplied by, rounded as the model rounds it."""
     if (scale := getattr(embed, "embed_scale", None)) is not None:
         return float(scale.to(embed.weight.dtype))

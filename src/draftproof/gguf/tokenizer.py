@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -160,7 +160,7 @@ def _sentencepiece(vocabulary: _Vocabulary, cache: Path | None) -> tuple[Tokeniz
     return tokenizer, vocabulary.file.metadata.text("tokenizer.ggml.model") == "llama"
 
 
-def _bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **options: Any) -> BPE:
+def _bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **options: object) -> BPE:
     """The model; one sentence if the merges do not belong to the vocabulary."""
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
     try:

@@ -123,7 +123,7 @@ class EncoderDecoder(ModuleTarget):
         both = EncoderDecoderCache(DynamicCache(), DynamicCache())
         hidden = source.encoded(self.encoder).to(self.device, self.dtype)
         self._width = hidden.shape[-1]
-        out: Any = self.model(
+        out = self.model(
             encoder_outputs=EncoderOutput(hidden), use_cache=True, **{self._cache_argument: both},
             decoder_input_ids=torch.zeros(1, size, dtype=torch.int64, device=self.device),
         )  # fmt: skip
@@ -163,7 +163,7 @@ class EncoderDecoder(ModuleTarget):
     def own_logits(self, tokens: Tensor) -> Tensor:
         source = self._check_sources[0].encoded(self.encoder).to(self.device, self.dtype)
         known = EncoderOutput(source.expand(len(tokens), -1, -1))
-        out: Any = self.model(encoder_outputs=known, decoder_input_ids=tokens, use_cache=False)
+        out = self.model(encoder_outputs=known, decoder_input_ids=tokens, use_cache=False)
         logits: Tensor = out.logits
         return logits
 
@@ -186,7 +186,7 @@ class EncoderDecoder(ModuleTarget):
 
     def _inputs(
         self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         assert isinstance(cache, SourceCache)
         # keys of it are in the cache
         known = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
@@ -223,5 +223,5 @@ class EncoderDecoder(ModuleTarget):
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["full_attention"]
         windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
-        states: list[Any] = [() for _ in shapes]
+        states: list[tuple[Any, ...]] = [() for _ in shapes]
         return Layout(shapes, states, windows, logits.shape[-1], decoder_layers[0].keys.dtype)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def stop_tokens(model: Any) -> tuple[int, ...]:
+def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
     """The end tokens that the model's generation_config names, or else its configuration."""
     generation = getattr(model, "generation_config", None)
     source = generation if generation is not None else model.config

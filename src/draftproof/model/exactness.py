@@ -9,7 +9,7 @@ text is the same bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -82,7 +82,10 @@ def probe(target: Target, widths: Sequence[int] = WIDTHS, forced: int = 96) -> E
     )
 
 
-def _largest(sizes: dict[Any, int], gaps: dict[Any, float]) -> int:
+T = TypeVar("T")
+
+
+def _largest(sizes: dict[T, int], gaps: dict[T, float]) -> int:
     """The largest size below which nothing differs."""
     bad = min((sizes[case] for case, off in gaps.items() if off > 0), default=1 << 30)
     return max((size for size in sizes.values() if size < bad), default=0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import transformers as hf
@@ -100,7 +99,7 @@ def _without(config: GenerationConfig, ignored: str | None) -> GenerationConfig:
     return left
 
 
-def _asks(name: str, value: Any) -> bool:
+def _asks(name: str, value: object) -> bool:
     """Whether a field with this value changes anything."""
     if name.endswith("token_id"):
         return value is not None
@@ -116,7 +115,7 @@ def _refuse(option: str, request: RuleContext) -> LogitsProcessor:
     )
 
 
-def _made(name: str, value: Any, request: RuleContext) -> LogitsProcessor:
+def _made(name: str, value: object, request: RuleContext) -> LogitsProcessor:
     """The processor of a rule for one request."""
     try:
         return RULES[name](value, request)
@@ -127,19 +126,19 @@ def _made(name: str, value: Any, request: RuleContext) -> LogitsProcessor:
         ) from error
 
 
-def _no_repeat_of_encoded(value: Any, request: RuleContext) -> LogitsProcessor:
+def _no_repeat_of_encoded(value: object, request: RuleContext) -> LogitsProcessor:
     ids = torch.tensor([request.encoded], dtype=torch.int64, device=request.device)
     return hf.EncoderNoRepeatNGramLogitsProcessor(value, ids)
 
 
-def _min_length(value: Any, request: RuleContext) -> LogitsProcessor:
+def _min_length(value: object, request: RuleContext) -> LogitsProcessor:
     if not request.ends:
         return lambda text, scores: scores
     ends: Tensor = torch.tensor(request.ends, device=request.device)
     return hf.MinLengthLogitsProcessor(value, ends, device=str(request.device))
 
 
-RULES: dict[str, Callable[[Any, RuleContext], LogitsProcessor]] = {
+RULES: dict[str, Callable[[object, RuleContext], LogitsProcessor]] = {
     "encoder_no_repeat_ngram_size": _no_repeat_of_encoded,
     "min_length": _min_length,
     "forced_bos_token_id": lambda value, _: hf.ForcedBOSTokenLogitsProcessor(value),

@@ -24,7 +24,7 @@ FIELDS = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_new
 """What is an option here as well, and its name."""
 
 
-def read_generation(folder: Path) -> dict[str, Any] | None:
+def read_generation(folder: Path) -> dict[str, object] | None:
     """The settings of a folder, if all of them are understood here; None where transformers has to
     read them."""
     try:
@@ -57,8 +57,8 @@ def native_defaults(
     from draftproof.model.end_tokens import stop_tokens
     from draftproof.model.generation_defaults import default_sampling
 
-    config: Any = GenerationConfig.from_pretrained(folder)
-    shell: Any = SimpleNamespace(generation_config=config, config=model.config)
+    config: object = GenerationConfig.from_pretrained(folder)
+    shell: object = SimpleNamespace(generation_config=config, config=model.config)
     return default_sampling(shell, ignored), stop_tokens(shell)
 
 

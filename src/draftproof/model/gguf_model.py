@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, GgufConfig
+from transformers import AutoConfig, GgufConfig, PreTrainedModel
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
@@ -23,7 +22,7 @@ from draftproof.gguf.weights import numbers_of
 from draftproof.model.gguf_source import note_unused
 
 
-def unpacked(file: GGUFFile, model: Model, dtype: torch.dtype) -> Any:
+def unpacked(file: GGUFFile, model: Model, dtype: torch.dtype) -> PreTrainedModel:
     """A model in transformers' class, in evaluation mode.
 
     Args:
@@ -51,7 +50,7 @@ def unpacked(file: GGUFFile, model: Model, dtype: torch.dtype) -> Any:
     return loaded.eval()
 
 
-def config_object(model: Model) -> Any:
+def config_object(model: Model) -> object:
     """The configuration of a model as an object of transformers."""
     settings = dict(model.config)
     architectures = settings.pop("architectures")
@@ -60,7 +59,7 @@ def config_object(model: Model) -> Any:
     return config
 
 
-def transformers_source(file: GGUFFile) -> dict[str, Any]:
+def transformers_source(file: GGUFFile) -> dict[str, object]:
     """What `from_pretrained` is given to read a file whose architecture is not mapped here.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
@@ -32,8 +32,10 @@ from draftproof.tokenizer.folder_tokenizer import folder_tokenizer
 from draftproof.weights.disk_cache import came_from
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from transformers import PreTrainedModel as PreTrainedModel  # for the folders below
     from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
+    from transformers.distributed import DistributedConfig
 
 log = logging.getLogger("draftproof")
 
@@ -56,7 +58,7 @@ def embedded(name: str = "demo") -> Path:
 
 def load_model(
     model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None,
-    sharding: Any = None, *, trust_remote_code: bool = False
+    sharding: DistributedConfig | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """A causal LM or an encoder-decoder in evaluation mode, an image-text model for its text alone.
 
@@ -79,7 +81,7 @@ def load_model(
             if sharding is not None:
                 raise UnsupportedModel(f"{name} is a GGUF file; only folders are sharded")
             return _load_gguf(name, wanted, place)
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+        options: dict[str, object] = {"trust_remote_code": trust_remote_code}
         config = AutoConfig.from_pretrained(name, **options)
         kind = _kind_of(name, config)
         stated = getattr(config, "quantization_config", None)
@@ -110,7 +112,7 @@ def load_model(
         return loaded
 
 
-def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
+def load_config(model: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a model, without its weights."""
     from transformers import AutoConfig
 
@@ -188,7 +190,7 @@ def _load_tokenizer(name: str, *, trust_remote_code: bool) -> PreTrainedTokenize
         return None
 
 
-def _kind_of(name: str, config: Any) -> Any:
+def _kind_of(name: str, config: PreTrainedConfig) -> Any:
     """What loads a model of this configuration; refuses what writes no text."""
     from transformers import (
         AutoModelForCausalLM,
@@ -224,7 +226,7 @@ def _drop_towers(model: PreTrainedModel) -> None:
                 setattr(parent, name, nn.Module())
 
 
-def _check_report(name: str, kind: str, report: dict[str, Any]) -> None:
+def _check_report(name: str, kind: str, report: Mapping[str, Iterable[Any]]) -> None:
     """Refuse weights that transformers would make up; tell of those that nothing uses."""
     unused, lacking = sorted(report["unexpected_keys"]), sorted(report["missing_keys"])
     sizes = {key: f"{key}: {list(a)} for {list(b)}" for key, a, b in report["mismatched_keys"]}
@@ -245,7 +247,7 @@ def _several(keys: Sequence[str]) -> str:
     return f"{keys[0]} and {len(keys) - 1} more" if len(keys) > 1 else keys[0]
 
 
-def _check_quantiser(name: str, quantized: Any) -> None:
+def _check_quantiser(name: str, quantized: object) -> None:
     """Refuse what transformers would load as if it were not quantised."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 

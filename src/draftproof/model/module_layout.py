@@ -4,7 +4,6 @@ that cannot be served are refused, in a sentence that names the remedy."""
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -84,7 +83,7 @@ def layout_of(model: PreTrainedModel) -> Layout:
     return Layout([*shapes], [*states], windows, logits.shape[-1], dtype, cache_name)
 
 
-def _shape_of(layer: Any) -> LayerShape:
+def _shape_of(layer: object) -> LayerShape:
     if not isinstance(layer, DynamicLayer) or layer.keys is None:
         return LayerShape(0, 0, 0)
     indexer = getattr(layer, "indexer_keys", None)
@@ -92,7 +91,7 @@ def _shape_of(layer: Any) -> LayerShape:
     return LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], index_dim)
 
 
-def _states_of(layer: Any) -> tuple[StateShape, ...]:
+def _states_of(layer: object) -> tuple[StateShape, ...]:
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return ()
     kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ class ModuleTarget(Target):
         the module alive."""
         self._weak_model = weakref.ref(self.__dict__.pop("model"))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> PreTrainedModel:
         held = self.__dict__.get("_weak_model") if name == "model" else None
         if held is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -233,7 +232,7 @@ class ModuleTarget(Target):
 
     def _inputs(
         self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """What the model's own forward is given for a read."""
         return {"input_ids": tokens, "attention_mask": masks, "position_ids": positions,
                 self.layout.cache_name: cache.for_module()}
@@ -243,7 +242,7 @@ class ModuleTarget(Target):
         hidden_layers: tuple[int, ...]
     ) -> Reading:
         """The model's own forward; last: how many of the last tokens' logits are wanted; 0: all."""
-        out: Any = self.model(
+        out = self.model(
             **self._inputs(tokens.clamp(0, self.vocab_size - 1), masks, positions, cache),
             use_cache=True, output_hidden_states=bool(hidden_layers),
             **({"logits_to_keep": last} if last and self._trims else {})
@@ -263,7 +262,7 @@ class ModuleTarget(Target):
         weights: [B, S] passed through. hidden_layers: as in `read`. logits: return those after
         every token as well.
         """
-        out: Any = self.model(
+        out = self.model(
             input_ids=tokens.clamp(0, self.vocab_size - 1), use_cache=False,
             output_hidden_states=True,
             **({"logits_to_keep": 1} if not logits and self._trims else {})
@@ -274,7 +273,7 @@ class ModuleTarget(Target):
     def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
         """[..., H] the model's own token embeddings, without what some families do to them
         afterwards; raw: as their table has them."""
-        table: Any = self.model.get_input_embeddings()
+        table = self.model.get_input_embeddings()
         tokens = tokens.clamp(0, self.vocab_size - 1)
         return torch.nn.functional.embedding(tokens, table.weight) if raw else table(tokens)
 

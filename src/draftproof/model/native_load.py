@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -44,7 +44,7 @@ class NativeFolder(NamedTuple):
     """
 
     name: str
-    settings: dict[str, Any]
+    settings: dict[str, object]
     source: SafetensorsSource
     dtype: torch.dtype
 

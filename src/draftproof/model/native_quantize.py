@@ -37,7 +37,7 @@ class KeptSource:
         layers: States of packed layers by the name of their first module.
     """
 
-    def __init__(self, source: TensorSource, layers: Mapping[str, dict[str, Any]]) -> None:
+    def __init__(self, source: TensorSource, layers: Mapping[str, Mapping[str, object]]) -> None:
         self.source, self.layers, self.kind = source, layers, source.kind
 
     def __contains__(self, name: str) -> bool:
@@ -60,7 +60,7 @@ class KeptSource:
 
 
 def quantized_and_compared(
-    settings: dict[str, Any], source: TensorSource, kind: str, text: Tensor | None,
+    settings: dict[str, object], source: TensorSource, kind: str, text: Tensor | None,
     *, dtype: torch.dtype, name: str,
 ) -> tuple[NativeModel, Quantization]:  # fmt: skip
     """A native model in few bits, and what that cost.

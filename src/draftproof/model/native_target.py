@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from draftproof.model.native_model import NativeModel
 from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.model.target import Target
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class NativeTarget(Target):
     """A target that is no transformers module. Its weights never change."""
 
     model: NativeModel
-    _module: Any
+    _module: PreTrainedModel | None
 
     def __init__(
         self, model: NativeModel, *, kv_cache: str | None = None, group: ProcessGroup = ALONE
@@ -45,7 +48,7 @@ class NativeTarget(Target):
         other._adopt(model.facts, model.forward)
         return other
 
-    def module(self) -> Any:
+    def module(self) -> PreTrainedModel:
         if self._module is None:
             from draftproof.model.loading import load_model
             from draftproof.weights.quantize import quantized

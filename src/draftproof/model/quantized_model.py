@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from draftproof.weights.quantized_checkpoint import (
     quantization_of,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 log = logging.getLogger("draftproof")
 
 DESCRIPTION = "_draftproof_weights"
@@ -28,8 +31,8 @@ DESCRIPTION = "_draftproof_weights"
 
 
 def unpacked_checkpoint(
-    name: str, kind: Any, config: Any, dtype: torch.dtype | str
-) -> tuple[Any, dict[str, Any]] | None:
+    name: str, kind: Any, config: PreTrainedConfig, dtype: torch.dtype | str
+) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """A quantised folder in transformers' class, and transformers' report of its weights.
 
     Args:
@@ -73,7 +76,7 @@ def unpacked_checkpoint(
     return loaded, report
 
 
-def describe(model: Any, stated: Any) -> None:
+def describe(model: PreTrainedModel, stated: Any) -> None:
     """Note on a module what transformers made of the quantised weights of its checkpoint.
 
     Args:
@@ -96,7 +99,7 @@ def described(model: Any) -> str | None:
     return text
 
 
-def _class_of(kind: Any, config: Any) -> Any:
+def _class_of(kind: Any, config: PreTrainedConfig) -> Any:
     """The class of transformers that `kind` makes for a configuration."""
     classes = kind._model_mapping[type(config)]
     if not isinstance(classes, (list, tuple)):

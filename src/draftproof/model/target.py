@@ -190,7 +190,7 @@ class Target:
         """
         raise NotImplementedError
 
-    def module(self) -> Any:
+    def module(self) -> PreTrainedModel:
         """The transformers module of the same weights, for what only that can do; a native target
         loads it when it is first asked."""
         return self.model
@@ -198,7 +198,7 @@ class Target:
     def refresh(self) -> None:
         """Take up weights that somebody changed."""
 
-    def begin(self, cache: KVCache, sources: Sequence[Any]) -> None:
+    def begin(self, cache: KVCache, sources: Sequence[object]) -> None:
         """Let the rows of a cache be about these sources, before their first token is read.
 
         Args:
@@ -299,7 +299,7 @@ class Target:
         return other
 
 
-def _implementation(model: Any) -> Any:
+def _implementation(model: object) -> Any:
     """The class that reads a model. transformers is imported for its own modules alone."""
     if isinstance(model, NativeModel):
         from draftproof.model.native_target import NativeTarget

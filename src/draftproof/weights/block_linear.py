@@ -10,7 +10,7 @@ A token's outputs have the same bits whatever is read with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +120,7 @@ class BlockLinear(QuantizedLinear):
         return bytes_of(*(part.weight for part in self.parts), self.bias)
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What `restored` makes the layer of."""
         return {
             "kind": type(self).__name__, "parts": [tuple(part) for part in self.parts],
@@ -128,7 +128,7 @@ class BlockLinear(QuantizedLinear):
         }
 
     @classmethod
-    def _restored(cls, state: dict[str, Any]) -> BlockLinear:
+    def _restored(cls, state: Mapping[str, Any]) -> BlockLinear:
         return cls([Part(*part) for part in state["parts"]], *state["form"])
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from torch import nn
 from draftproof.native.build import cache_folder, is_ours, name_of, put_in_place
 from draftproof.native.kernels import library
 from draftproof.weights.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("draftproof")
 SWITCH = "DRAFTPROOF_CACHE"
@@ -106,7 +109,7 @@ class Kept:
             part.write_text(identity, encoding="ascii")
             put_in_place(part, self._mark)
 
-    def write(self, facts: dict[str, Any]) -> None:
+    def write(self, facts: dict[str, object]) -> None:
         """Complete or not at all, in the place of what was kept of the model's earlier files; a
         full or read-only disk keeps nothing."""
         if self.file is None:
@@ -126,14 +129,14 @@ class Kept:
                 part.unlink(missing_ok=True)
 
     @contextmanager
-    def if_slow(self, *, wait: bool = True) -> Iterator[dict[str, Any]]:
+    def if_slow(self, *, wait: bool = True) -> Iterator[dict[str, object]]:
         """A dict to be filled; kept if that took long.
 
         Args:
             wait: Write before the context ends; otherwise a thread writes, which the program
                 waits for when it ends. What the dict holds must not change any more.
         """
-        start, made = time.perf_counter(), dict[str, Any]()
+        start, made = time.perf_counter(), dict[str, object]()
         yield made
         if time.perf_counter() - start <= SLOW:
             return
@@ -180,7 +183,7 @@ def kept_of_files(name: str, what: str, *more: object) -> Kept:
     return Kept(*map(_digest, (place, here, (what, kernel, *more))))
 
 
-def kept(model: Any, what: str, *more: object, changed: bool = False) -> Kept:
+def kept(model: PreTrainedModel, what: str, *more: object, changed: bool = False) -> Kept:
     """Where `what` is kept of a model that was loaded from files; nowhere if it was not, or is none
     of `changed` and has since been written to, or exchanged in parts."""
     source: tuple[str, object, Snapshot] | None = getattr(model, _SOURCE, None)

@@ -217,7 +217,7 @@ def _is_linear(layer: nn.Module) -> bool:
     return known and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
-def _is_conv1d(layer: Any) -> bool:
+def _is_conv1d(layer: object) -> bool:
     """Whether a layer is transformers' own of GPT-2, whose weight is transposed."""
     kind = type(layer)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
@@ -265,7 +265,7 @@ def _by_torchao(made: PreTrainedModel, kind: str) -> PreTrainedModel:
     return made
 
 
-def _torchao(kind: str) -> Any:
+def _torchao(kind: str) -> object:
     """torchao's name for it: scales per token where activations are quantised."""
     from torchao import quantization as ao
 

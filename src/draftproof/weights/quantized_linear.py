@@ -6,6 +6,7 @@ A token's outputs are the same bits whatever is read with it, on every path.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,20 +31,20 @@ class QuantizedLinear(JointLinear):
     scales: Tensor
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What `restored` makes the layer of."""
         form = (self.in_features, self.out_features, self.bias, self.kernels is not None)
         weights = {"weight": self.weight, "scales": self.scales}
         return {"kind": type(self).__name__, "form": form, "weights": weights}
 
     @staticmethod
-    def restored(state: dict[str, Any]) -> QuantizedLinear:
+    def restored(state: Mapping[str, Any]) -> QuantizedLinear:
         """The layer that had this `state`."""
         kinds = {kind.__name__: kind for kind in QuantizedLinear.__subclasses__()}
         return kinds[state["kind"]]._restored(state)
 
     @classmethod
-    def _restored(cls, state: dict[str, Any]) -> QuantizedLinear:
+    def _restored(cls, state: Mapping[str, Any]) -> QuantizedLinear:
         made = cls.__new__(cls)
         JointLinear.__init__(made, *state["form"])
         vars(made).update(state["weights"])

@@ -50,7 +50,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
             f"{type(model).__name__} does not keep its layers in one list; draft with another model"
         )
     stacks[0]._modules = dict(list(stacks[0]._modules.items())[:count])
-    config: Any = copy.deepcopy(model.config)
+    config = copy.deepcopy(model.config)
     text = config.get_text_config()
     text.num_hidden_layers = count
     if len(getattr(text, "layer_types", None) or ()) > count:       # some count them themselves
@@ -131,5 +131,5 @@ class Snapshot(NamedTuple):
 
 def _config_numbers(model: nn.Module) -> list[object]:
     """Fractions in a model's configuration, some of which forwards read there."""
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     return [value for value in vars(config).values() if type(value) is float] if config else []
