@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.setup import must_have_folders
 from draftproof.errors import BadInput, DraftproofError
+
+if TYPE_CHECKING:
+    from draftproof.verify.audit import Audit, Distribution
 
 _option = partial(opt.option, None)
 
@@ -79,7 +82,7 @@ def audit(
     raise typer.Exit(int(result.biased))
 
 
-def _show(title: str, result: Any, samples: int) -> None:
+def _show(title: str, result: Audit, samples: int) -> None:
     """The verdict, a table of the tests, and how sure they are."""
     style, word = ("bold red", "BIASED") if result.biased else ("bold green", "UNBIASED")
     if not result.biased and result.joint.cells < WEAK:
@@ -99,12 +102,12 @@ def _show(title: str, result: Any, samples: int) -> None:
     )  # fmt: skip
 
 
-def _choices(distribution: Any, prompt: Sequence[int], samples: int) -> int:
+def _choices(distribution: Distribution, prompt: Sequence[int], samples: int) -> int:
     """How many first tokens are likely enough to be counted one by one."""
     return int((distribution([tuple(prompt)])[0] * samples >= 20).sum())
 
 
-def _audited(options: Any) -> tuple[str, Any]:
+def _audited(options: SimpleNamespace) -> tuple[str, Audit]:
     """The engine in words, and the verdict on it. options: by name."""
     from draftproof.core.params import Sampling
     from draftproof.model.loading import load_model, load_tokenizer, stop_tokens

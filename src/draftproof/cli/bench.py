@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -41,7 +41,7 @@ def bench(
     json_: Annotated[Path | None, _plan("FILE", "Save every number and text.", "--json")] = None,
     plot: opt.Plot = None,
     *,
-    engine: dict[str, Any],
+    engine: dict[str, object],
 ) -> None:
     """Measure plain decoding and drafters on the same prompts, interleaved; compare texts first."""
     from draftproof.bench import report

@@ -33,7 +33,7 @@ System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system messa
 @opt.with_options(engine=None, sampling=None)
 def chat(
     model: opt.Model, system: System = None, max_model_len: MaxLength = 4096,
-    bf16: opt.Bf16 = False, *, engine: dict[str, Any], sampling: dict[str, Any],
+    bf16: opt.Bf16 = False, *, engine: dict[str, object], sampling: dict[str, Any],
 ) -> None:  # fmt: skip
     """Talk to a model; Ctrl-C stops an answer, and the conversation goes on."""
     config = config_of(model, engine, bf16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 Advance = Callable[[str, float, "float | None"], None]
 """``advance(what, done, total)``."""
@@ -26,13 +25,13 @@ def no_foreign_bars(advance: Advance) -> Iterator[None]:
     """While the block runs, bars of tqdm call `advance` and write nothing."""
     import tqdm
 
-    bar: Any = tqdm.tqdm
+    bar = tqdm.tqdm
     begin, display = bar.__init__, bar.display
 
-    def begin_silently(self: Any, *args: Any, **options: Any) -> None:
+    def begin_silently(self: tqdm.tqdm, *args: object, **options: object) -> None:
         begin(self, *args[:4], **{**options, "file": _Nowhere()})
 
-    def show(self: Any, *_: Any, **__: Any) -> bool:
+    def show(self: tqdm.tqdm, *_: object, **__: object) -> bool:
         advance((self.desc or "").rstrip(": "), self.n, self.total)
         return True
 

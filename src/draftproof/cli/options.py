@@ -42,8 +42,8 @@ def with_options(**groups: tuple[str, ...] | None) -> Callable[[Command], Comman
         )
 
         @wraps(command)
-        def run(**values: Any) -> None:
-            grouped: dict[str, dict[str, Any]] = {group: {} for group in made}
+        def run(**values: object) -> None:
+            grouped: dict[str, dict[str, object]] = {group: {} for group in made}
             for group, ones in made.items():
                 for parameter in ones:
                     value = values.pop(parameter.name)
@@ -69,7 +69,7 @@ def _panel_order(parameter: inspect.Parameter) -> int:
     return 1 + PANELS.index(panel) if panel in PANELS else 0
 
 
-def option(panel: str | None, metavar: str | None, help: str, *flags: str) -> Any:
+def option(panel: str | None, metavar: str | None, help: str, *flags: str) -> object:
     """An option of a help panel. metavar: None for a flag."""
     return typer.Option(*flags, metavar=metavar or "", rich_help_panel=panel, help=help)
 
@@ -78,7 +78,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _parameter(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
+def _parameter(name: str, kind: object, default: object, option: object) -> inspect.Parameter:
     """A keyword of a command, as typer reads it."""
     annotation, keyword = Annotated[kind, option], inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=default, annotation=annotation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
@@ -41,7 +41,7 @@ def plan(
     price_per_hour: Annotated[float | None, _ask(
         "X", "Machine price per hour, for cost per token. Default: none.")] = None,
     json_: Annotated[Path | None, _ask("FILE", "Save the plan, for run --plan.", "--json")] = None,
-    plot: opt.Plot = None, *, engine: dict[str, Any],
+    plot: opt.Plot = None, *, engine: dict[str, object],
 ) -> None:  # fmt: skip
     """Predict speed, cost and memory of drafters on your prompts, without running them."""
     from draftproof.bench.methods import load_methods

@@ -85,8 +85,10 @@ def _run(
     from draftproof.verify.report import Report
 
     done: list[Section] = []
-    about = {"date": date.today().isoformat(), "extent": "quick" if quick else "full",
-             "seed": seed, "sections": ", ".join(names), **versions()}
+    about: dict[str, object] = {
+        "date": date.today().isoformat(), "extent": "quick" if quick else "full", "seed": seed,
+        "sections": ", ".join(names), **versions(),
+    }  # fmt: skip
 
     def engine() -> Engine:
         loaded = must_decode_alone(engine_of(setup), "prove")
@@ -121,7 +123,7 @@ def _bar(bars: Progress, name: str) -> Tick:
     return lambda share, doing: bars.update(task, completed=share, description=doing)
 
 
-def _described(setup: EngineConfig, engine: Engine) -> dict[str, Any]:
+def _described(setup: EngineConfig, engine: Engine) -> dict[str, object]:
     """The model at hand."""
     assistant = setup.assistant_model
     return {

@@ -40,7 +40,7 @@ def run(
     prompts: opt.Prompts = None, out: opt.Out = None, batch_size: opt.BatchSize = None,
     ray: opt.Ray = None, compare: opt.Compare = False, json_: opt.Json = False,
     trace: opt.Trace = None, bf16: opt.Bf16 = False, plan: opt.Plan = None, *,
-    engine: dict[str, Any], sampling: dict[str, Any],
+    engine: dict[str, object], sampling: dict[str, object],
 ) -> None:  # fmt: skip
     """Complete a prompt, or a file of prompts."""
     if plan is not None:
@@ -188,7 +188,7 @@ def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[C
         return plain.generate([prompt], sampling=wanted, n=n)
 
 
-def _compared(ours: Sequence[Completion], plain: Sequence[Completion]) -> dict[str, Any]:
+def _compared(ours: Sequence[Completion], plain: Sequence[Completion]) -> dict[str, object]:
     """Speed-up, and where the first text that is another one parts from the plain one."""
     from draftproof.requests.completion import first_difference
 
@@ -200,7 +200,7 @@ def _compared(ours: Sequence[Completion], plain: Sequence[Completion]) -> dict[s
             "identical": place is None, "differs_at": place}
 
 
-def _verdict(engine: Engine, wanted: Sampling, compared: dict[str, Any]) -> str:
+def _verdict(engine: Engine, wanted: Sampling, compared: dict[str, object]) -> str:
     """Speed-up and whether the tokens are the same, in one line."""
     place = compared["differs_at"]
     same = "the text is identical" if place is None else f"the text differs at token {place}"

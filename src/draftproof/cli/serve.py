@@ -87,7 +87,7 @@ def serve(
     served_model_name: Name = None, price_per_hour: Price = None, prefix_cache: Prefixes = 512,
     log_level: LogLevel = "info", no_access_log: NoAccessLog = False,
     also: Also = None, lora: Lora = None, model_memory: Memory = None, unload_after: Idle = None,
-    bf16: opt.Bf16 = False, *, engine: dict[str, Any],
+    bf16: opt.Bf16 = False, *, engine: dict[str, object],
 ) -> None:  # fmt: skip
     """Serve models to clients of OpenAI's and Anthropic's APIs, in batches, with a page at /."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))       # while nothing is served yet

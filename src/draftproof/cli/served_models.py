@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftproof.cli.setup import alone_engine, config_of
 from draftproof.errors import BadInput
@@ -21,7 +21,7 @@ ONLY_FIRST = ("assistant_model", "tokenizer")
 
 def sources_of(
     model: str, name: str | None, also: Sequence[str], adapters: Sequence[str],
-    options: dict[str, Any], bf16: bool, cache: int,
+    options: dict[str, object], bf16: bool, cache: int,
 ) -> dict[str, Source]:
     """What can be loaded, by the names that clients use; the first serves those who name none.
 
@@ -60,7 +60,7 @@ def sources_of(
     return sources
 
 
-def _adapted(merged: MergedAdapter, options: dict[str, Any], bf16: bool, cache: int) -> Engine:
+def _adapted(merged: MergedAdapter, options: dict[str, object], bf16: bool, cache: int) -> Engine:
     return alone_engine(config_of(str(merged.folder()), options, bf16), "serve", cache)
 
 

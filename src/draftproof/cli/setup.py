@@ -96,7 +96,7 @@ def must_have_folders(*files: Path | None) -> None:
             raise BadInput(f"there is no folder {file.absolute().parent}; make it first")
 
 
-def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[str, Any]:
+def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[str, object]:
     """The settings a text came from, for JSON: what was asked, what was chosen, the sampling."""
     target, sampling = engine.target, vars(wanted).items()
     return {

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -77,7 +77,7 @@ def status(text: str) -> Status:
     return page(stderr=True).status(text)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """One JSON object on stdout: escaped where stdout's encoding lacks Unicode's characters."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
@@ -198,7 +198,7 @@ def lossy_distance(stats: RoundStats) -> None:
         note(f"lossy: distance from the target's distribution: {distance}", style="yellow")
 
 
-def completion(done: Completion) -> dict[str, Any]:
+def completion(done: Completion) -> dict[str, object]:
     """A completion for JSON."""
     stats = {name: getattr(done.stats, name) for name in (
         "rounds", "emitted", "drafted", "accepted", "tokens_per_round", "acceptance",

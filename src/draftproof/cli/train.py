@@ -169,7 +169,7 @@ class Screen(Progress):
             self.add_task(what, total=of, details=details)
         self.update(self.task_ids[0], completed=done, total=of, details=details)
 
-    def logged(self, log: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    def logged(self, log: Sequence[Mapping[str, object]], folder: Path) -> None:
         """The curves so far: as a picture in the folder, and on a terminal above the bar."""
         plot(log, folder / CURVES)
         if self.console.is_terminal:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any
 
 import torch
 import transformers
@@ -22,6 +21,7 @@ from draftproof.engine.engine import Engine
 from draftproof.errors import DraftproofError
 from draftproof.model.target import Target, target_of
 from draftproof.requests.completion import first_difference
+from draftproof.requests.prompts import Prompt
 from draftproof.verify.report import Section, Tick, failed, silent
 from draftproof.verify.small_models import VOCAB, architectures, prompts, tiny, variants
 
@@ -82,7 +82,7 @@ def examine(
 
 
 def _examined(
-    name: str, settings: Mapping[str, Any], around: Callable[[Target], Target]
+    name: str, settings: Mapping[str, object], around: Callable[[Target], Target]
 ) -> tuple[Kind, str]:
     """What came of one of its variants."""
     try:
@@ -155,10 +155,10 @@ def _wrong(model: PreTrainedModel, target: Target) -> str:
 
 @torch.inference_mode()
 def _reference_text(
-    model: PreTrainedModel, prompt: Any, begun: Sequence[int], never: Collection[int]
+    model: PreTrainedModel, prompt: Prompt, begun: Sequence[int], never: Collection[int]
 ) -> list[int]:
     """What the model's own forward says, greedily, without any cache."""
-    text, encoded = list(begun), dict[str, Any]()
+    text, encoded = list(begun), dict[str, object]()
     if model.config.is_encoder_decoder:
         encoded = prompt if isinstance(prompt, dict) else {"input_ids": torch.tensor([prompt])}
     for _ in range(NEW_TOKENS):

@@ -89,7 +89,7 @@ def audit(
     while len(texts) < samples:
         doing(f"drawing texts: {len(texts)} of {samples}")
         count = min(at_once, samples - len(texts))
-        came: Any = draw(list(prompt), count, seed + len(texts) // at_once)
+        came = draw(list(prompt), count, seed + len(texts) // at_once)
         try:
             texts += [tuple(map(int, text)) for text in came]
         except (TypeError, ValueError) as error:
@@ -338,7 +338,7 @@ class Endpoint:
             texts += [self._tokens(choice) for choice in choices][: n - len(texts)]
         return texts
 
-    def _post(self, body: dict[str, Any]) -> Any:
+    def _post(self, body: dict[str, object]) -> Any:
         header = {"Content-Type": "application/json"}
         try:
             request = urllib.request.Request(self.url, json.dumps(body).encode(), header)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +64,7 @@ class Comparison:
         self.texts = self.identical = 0
         self.largest = self.noise = self.control = 0.0
         self.bounds: list[float] = []
-        self.diverged: list[dict[str, Any]] = []
+        self.diverged: list[dict[str, object]] = []
         self.failures: list[str] = []
         self.plain = self.write(Plain(), 0, 1)
         for prompt, completion in zip(self.prompts, self.plain, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftproof.verify.report import QUESTIONS, SCOPE
 
@@ -85,7 +85,7 @@ def _section(section: Section) -> str:
             f"{f'<ul>{failures}</ul>' if failures else ''}{figures}</section>")
 
 
-def _row(name: str, value: Any) -> str:
+def _row(name: str, value: object) -> str:
     """A fact; of a mapping, a table of its own, and nothing where nothing is said."""
     if value in ("", None, (), [], {}):
         return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -188,7 +188,10 @@ def _counts_right(case: Case, done: Completion) -> bool:
     )
 
 
-def distance(left: Mapping[Any, float], other: Mapping[Any, float]) -> float:
+T = TypeVar("T")
+
+
+def distance(left: Mapping[T, float], other: Mapping[T, float]) -> float:
     """Total variation."""
     ends = left.keys() | other.keys()
     return sum(abs(left.get(end, 0.0) - other.get(end, 0.0)) for end in ends) / 2

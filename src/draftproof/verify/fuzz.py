@@ -24,6 +24,7 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.requests.completion import Completion
+from draftproof.requests.prompts import Prompt
 from draftproof.verify.report import Section, Tick, silent
 
 FREE: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ REQUEST_SIZES = (1, 2, 5, 11)
 class Wanted(NamedTuple):
     """A prompt, and how it is to be completed."""
 
-    prompt: Any
+    prompt: Prompt
     sampling: Sampling
 
 
@@ -73,7 +74,7 @@ def requests(dice: random.Random, count: int, vocab: int = 4096) -> list[Wanted]
 
     made = []
     for _ in range(count):
-        prompt: Any = dice.choice(OPENINGS)
+        prompt: Prompt = dice.choice(OPENINGS)
         if dice.random() < 0.3:
             prompt = [dice.randrange(vocab) for _ in range(dice.choice((1, 3, 20, 70)))]
         tokens = dice.sample(range(vocab), 3)
@@ -201,7 +202,7 @@ def random_model(folder: Path, seed: int) -> Path:
 
     dice, path = random.Random(seed), folder / f"model-{seed}"
     heads, width = dice.choice((2, 4)), dice.choice((32, 64))
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "hidden_size": heads * width, "intermediate_size": dice.choice((96, 128, 192)),
         "num_hidden_layers": dice.choice((1, 2, 3)), "num_attention_heads": heads,
         "num_key_value_heads": dice.choice((1, heads)), "max_position_embeddings": 512,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 Tick = Callable[[float, str], None]
 """``tick(share, doing)``: how much of a section is done, and what it does now."""
@@ -54,7 +53,7 @@ class Section:
 
     name: str
     verdict: str
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, object] = field(default_factory=dict)
     failures: Sequence[str] = ()
     seconds: float = 0.0
 
@@ -68,7 +67,7 @@ class Report:
     """All sections of one proof. about: model, drafter, device, dtype, versions, seed, date."""
 
     sections: Sequence[Section]
-    about: Mapping[str, Any]
+    about: Mapping[str, object]
 
     @property
     def passed(self) -> bool:

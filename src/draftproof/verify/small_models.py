@@ -17,7 +17,7 @@ from transformers import (
 )
 
 VOCAB, CONTEXT, WINDOW, HEADS, LAYERS = 128, 256, 16, 4, 4
-SMALL: dict[str, Any] = {
+SMALL: dict[str, object] = {
     "vocab_size vocab_size_per_layer_input": VOCAB,
     "hidden_size d_model n_embd embedding_size word_embed_proj_dim hidden_dim embed_dim": 32,
     "out_hidden_size hidden_size_per_layer_input moe_intermediate_size expert_ffn_hidden_size": 32,
@@ -67,7 +67,7 @@ T5 = {**PAD, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2}
 SPEECH = {**ENDS, "max_source_positions": 40, "max_target_positions": 64}
 T5_GEMMA = {**WINDOWS, **PAD}
 
-ALIKE: dict[str, tuple[dict[str, Any], ...]] = {
+ALIKE: dict[str, tuple[Mapping[str, object], ...]] = {
     "bart blenderbot blenderbot-small m2m_100 marian mbart mvp pegasus plbart": (ENDS,),
     "seamless_m4t seamless_m4t_v2 speecht5": (ENDS,),
     "longt5 mt5 t5 umt5": (T5,),
@@ -79,7 +79,7 @@ ALIKE: dict[str, tuple[dict[str, Any], ...]] = {
     "lfm2 lfm2_moe": (CONVOLUTIONS,),
     "qwen2 qwen2_moe qwen3": ({}, USED_WINDOWS),
 }
-OF_ONE: dict[str, tuple[dict[str, Any], ...]] = {
+OF_ONE: dict[str, tuple[Mapping[str, object], ...]] = {
     **{name: settings for names, settings in ALIKE.items() for name in names.split()},
     "bailing_hybrid": (STATES,),
     "bamba": ({"attn_layer_indices": [2]},),
@@ -138,7 +138,7 @@ LARGE = 3e7
 """Parameters that a model is not made with."""
 
 
-def variants(name: str) -> tuple[dict[str, Any], ...]:
+def variants(name: str) -> tuple[Mapping[str, object], ...]:
     """The kinds of checkpoints that there are of a type, by what they are configured with."""
     return OF_ONE.get(name, ({},))
 
@@ -158,7 +158,7 @@ def architectures() -> dict[str, Any]:
     return dict(sorted((alone | encoder_decoders()).items()))
 
 
-def tiny(name: str, settings: Mapping[str, Any] | None = None) -> PreTrainedModel:
+def tiny(name: str, settings: Mapping[str, object] | None = None) -> PreTrainedModel:
     """A random model of this type, in float32; own: one of its variants, None for the first. Raises
     whatever its configuration raises."""
     loads = architectures()[name]
