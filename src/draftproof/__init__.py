@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from draftproof.core.messages import Accepted, Commit, Frontier, Reading
@@ -89,7 +89,7 @@ _HOME = {
 --help`` must not."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     for module, names in _HOME.items():
         if name in names:
             globals()[name] = value = getattr(importlib.import_module(module), name)

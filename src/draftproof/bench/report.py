@@ -105,7 +105,7 @@ def _figures(trials: list[Trial], plain: list[Trial]) -> Figures:
         median(firsts) if firsts else None)
 
 
-def machine_facts(device: torch.device) -> dict[str, Any]:
+def machine_facts(device: torch.device) -> dict[str, object]:
     """What a figure depends on besides the models."""
     return versions() | {
         "device": f"{Device(device).name} ({device}, {torch.get_num_threads()} threads)",
@@ -140,7 +140,7 @@ def notes(figures: Sequence[Figures], about: Mapping[str, Any]) -> list[str]:
     return [*differ, *about["quantised"], run.format(**about)]
 
 
-def as_json(bench: Bench, figures: Sequence[Figures], about: Mapping[str, Any]) -> str:
+def as_json(bench: Bench, figures: Sequence[Figures], about: Mapping[str, object]) -> str:
     """Every number: what was asked, figures, and trials with their tokens."""
     body = {"about": about, "figures": [asdict(figure) for figure in figures],
             "trials": [asdict(trial) for trial in bench.trials]}

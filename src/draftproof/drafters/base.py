@@ -90,7 +90,7 @@ class Drafter(ABC):
         """
         self.ops = ops
 
-    def begin(self, rows: Sequence[int], sources: Sequence[Any]) -> None:
+    def begin(self, rows: Sequence[int], sources: Sequence[object]) -> None:
         """Rows that come next are about these sources, of an encoder-decoder. Default: nothing.
 
         Args:

@@ -268,7 +268,7 @@ def _set_windows(layers: DraftLayers, settings: Mapping[str, Any], name: str) ->
         layers.windows = [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _fits(value: object, kind: Any) -> bool:
     if value is None or isinstance(kind, (type, tuple)):
         return value is None or isinstance(value, kind)
     return bool(value == kind)
@@ -306,7 +306,7 @@ def proposed_tokens(settings: Mapping[str, Any], name: str) -> int | None:
     return count
 
 
-def target_name(settings: Mapping[str, Any]) -> str:
+def target_name(settings: Mapping[str, object]) -> str:
     """The model that a drafter says it was trained for, without its publisher; empty if it does
     not say."""
     config = settings.get("speculators_config")

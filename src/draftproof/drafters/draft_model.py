@@ -89,7 +89,7 @@ class DraftModel(Drafter):
         self.cache = self.model.new_cache(rows, capacity)
         self.lag, self.scratch = [], None
 
-    def begin(self, rows: Sequence[int], sources: Sequence[Any]) -> None:
+    def begin(self, rows: Sequence[int], sources: Sequence[object]) -> None:
         reader: Any = self.model
         if getattr(reader, "encodes", False):
             reader.begin(self._cache(rows[-1] + 1, rows[0]), sources)

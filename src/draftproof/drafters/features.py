@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import log
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class Network(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """By its own table, or else by the target's."""
         if hasattr(self, "embed_tokens"):
-            return cast(Tensor, cast(Any, self.embed_tokens)(tokens))
+            return cast(Tensor, cast(nn.Embedding, self.embed_tokens)(tokens))
         return self.vocabulary.embed(tokens, raw=True)
 
     @property

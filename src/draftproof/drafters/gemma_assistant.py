@@ -10,7 +10,7 @@ Sampling is exact: tokens are chosen as any draft's, or drawn from what their lo
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class GemmaAssistant(Drafter):
         last = at_places(commit.hidden[:, :, 0], commit.count[:, None] - 1)
         self.hidden[commit.rows[0] : commit.rows[-1] + 1] = last[:, 0]
 
-    def select(self, rows: Any) -> None:
+    def select(self, rows: Sequence[int]) -> None:
         self.hidden[: len(rows)] = self.hidden[list(rows)]
 
     def propose(self, frontier: Frontier) -> TokenTree:

@@ -55,6 +55,7 @@ from draftproof.weights.packed_linear import pack_linears
 from draftproof.weights.quantize import PASSAGE
 
 if TYPE_CHECKING:
+    from draftproof.model.encoder_decoder import EncoderDecoder
     from draftproof.model.loading import PreTrainedModel
 
 log = logging.getLogger("draftproof")
@@ -146,7 +147,7 @@ def _codec_of_file(config: EngineConfig) -> Future[Codec | None] | None:
     return future
 
 
-def _shown(model: Any) -> str:
+def _shown(model: object) -> str:
     return str(model) if isinstance(model, (str, Path)) else type(model).__name__
 
 
@@ -265,7 +266,7 @@ def _draft_model(
         raise DrafterMismatch(f"the draft model {whose} {wrong}")
     reader = _draft_reader(draft, draft_codec or codec, config.quantize_draft, named)
     if reader.encodes and target.encodes:
-        cast(Any, reader).shares_encoder(target)
+        cast("EncoderDecoder", reader).shares_encoder(cast("EncoderDecoder", target))
     if codec and draft_codec and not codec.same_ids(draft_codec):
         shared = SharedVocabulary(codec, draft_codec, target.vocab_size, reader.vocab_size)
         log.warning("note: the draft model %s has another tokenizer; %d tokens of the two are "

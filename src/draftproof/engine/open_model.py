@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from draftproof.weights.packed_linear import pack_linears
 from draftproof.weights.quantize import PASSAGE
 
 if TYPE_CHECKING:
-    from draftproof.model.loading import PreTrainedModel
+    from draftproof.model.loading import PreTrainedModel, PreTrainedTokenizerBase
 
 NATIVE = "mtp"
 """The drafter in a model's own checkpoint."""
@@ -67,7 +67,7 @@ def passage_of(codec: Codec | None, context: int) -> Tensor | None:
     return torch.tensor(codec.encode(PASSAGE)[:context]) if codec is not None else None
 
 
-def defaults_of(model: Any, ignored: str | None) -> tuple[Sampling, tuple[int, ...]]:
+def defaults_of(model: object, ignored: str | None) -> tuple[Sampling, tuple[int, ...]]:
     """The sampling that a model's own generation_config asks for, and its end tokens."""
     if isinstance(model, NativeModel):
         return native_defaults(model, ignored)
@@ -95,7 +95,8 @@ def open_model(
 
 
 def codec_of(
-    tokenizer: Any, model: str | Path | PreTrainedModel, loaded: Any, trust: bool
+    tokenizer: PreTrainedTokenizerBase | str | Path | None, model: str | Path | PreTrainedModel,
+    loaded: PreTrainedModel | NativeModel, trust: bool
 ) -> Codec | None:
     """The tokenizer given, or the one in the model's folder; None if there is neither."""
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)):

@@ -36,7 +36,7 @@ class DrafterWrapper(Drafter):
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> object:
         attribute_of = object.__getattribute__
         mine = name in attribute_of(self, "__dict__") or any(
             name in kind.__dict__ for kind in type(self).__mro__ if kind not in _DEFAULTS

@@ -82,11 +82,11 @@ class Plan:
     machine: Machine
     texts: int
     predictions: list[Prediction]
-    start: dict[str, Any]
+    start: dict[str, object]
 
     def rows(self) -> list[Prediction]:
         """Per drafter and setting the best budget."""
-        best: dict[Any, Prediction] = {}
+        best: dict[object, Prediction] = {}
         for prediction in self.predictions:
             key = prediction.temperature, prediction.batch, prediction.drafter
             best[key] = max(best.get(key, prediction), prediction, key=attrgetter("speed_up"))
@@ -120,7 +120,7 @@ class Planner:
         if len(layers) > 1:
             raise BadInput("drafters that read different hidden layers cannot be planned at once")
         self.layers = next(iter(layers), ())
-        self.size, self.learned = size_of(plain.target), dict[str, Any]()
+        self.size, self.learned = size_of(plain.target), dict[str, object]()
         self._plain: dict[tuple[float, int], float] = {}    # seconds without drafts
         self.texts = {temperature: self._texts(prompts, logs, temperature)
                       for temperature in config.temperatures}
@@ -239,7 +239,7 @@ class Planner:
         return float(sum(parameter.nbytes for parameter in heads.parameters()))
 
 
-def learned(budget: Adaptive) -> dict[str, Any]:
+def learned(budget: Adaptive) -> dict[str, object]:
     """What `begin_with` needs, as JSON."""
     costs = [[*shape, cost.mean, cost.seen] for shape, cost in budget.costs.items()]
     values = {name: getattr(budget, name) for name in LEARNED}

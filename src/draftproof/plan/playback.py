@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +17,9 @@ from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.plan.recording import Drafts, Text
+
+if TYPE_CHECKING:
+    from draftproof.core.ops import Ops
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Playback(Drafter):
         self.texts, self.name, self.default_budget = texts, like.name, like.default_budget
         self.deepest, self.timing = like.deepest, Timing()
 
-    def start(self, rows: int, capacity: int, ops: Any) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
         self.rows, self.begun = list[tuple[int, int]](), 0      # text and its committed tokens
 
@@ -72,7 +75,7 @@ class PlayedDrafter(Playback):
             known = [text.likeliest for text in texts if text.likeliest is not None]
             self.top = [torch.cat(parts) for parts in zip(*known, strict=True)]
 
-    def start(self, rows: int, capacity: int, ops: Any) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
         self.inner = self.inner.for_run(rows, capacity, ops)
 
@@ -131,7 +134,7 @@ class PlayedDraft(Playback):
         super().__init__(texts, like)
         self.drafts = drafts
 
-    def start(self, rows: int, capacity: int, ops: Any) -> None:
+    def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
         self.lag, self.proposed = list[int](), False
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -69,14 +68,14 @@ def note(plan: Plan) -> str:
     return f"{plan.texts} texts of the target, replayed; rounds {how}"
 
 
-def as_json(plan: Plan, options: dict[str, Any]) -> str:
+def as_json(plan: Plan, options: dict[str, object]) -> str:
     """Every number; `read_start` and `read_machine` read it."""
     body = asdict(plan) | {"verdict": verdict(plan), "best": asdict(plan.best()),
                            "options": options}  # fmt: skip
     return json.dumps(body, indent=1) + "\n"
 
 
-def read_start(file: Path) -> dict[str, Any]:
+def read_start(file: Path) -> dict[str, object]:
     """Options of an engine as a saved plan would have it: the drafter, and a budget that begins
     with what the plan found."""
     try:

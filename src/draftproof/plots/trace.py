@@ -125,7 +125,7 @@ class Trace:
 
 def write_trace(
     engine: Engine, prompt: Prompt, file: Path, title: str, show: Callable[[Update], None],
-    **options: Any,
+    **options: object,
 ) -> Completion:  # fmt: skip
     """Write a text, and the page of its rounds; what was written before an error is on the page.
 

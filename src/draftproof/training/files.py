@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -44,7 +43,7 @@ def whole(file: Path) -> Iterator[Path]:
         raise BadInput(f"{why}; is the disk full? The same command goes on from what is") from error
 
 
-def same_settings(place: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def same_settings(place: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise BadInput, naming the first difference, if a place was begun with other settings."""
     now = json.loads(json.dumps(now))
     for name in sorted(before.keys() | now.keys()):

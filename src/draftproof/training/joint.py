@@ -21,6 +21,8 @@ from draftproof.training.heads import Evaluation, FrozenTarget, autocast, backwa
 from draftproof.training.rows import Batch
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
     from draftproof.model.loading import PreTrainedModel
 
 DROPOUT = 0.05
@@ -105,7 +107,7 @@ def _kl(features: Features, teacher: Tensor) -> Tensor:
     return (losses * weights).sum() / weights.sum().clamp(min=1e-6)
 
 
-def _adapted(model: PreTrainedModel) -> Any:
+def _adapted(model: PreTrainedModel) -> PeftModel:
     """The model with fresh adapters in it, always the same ones, and all else frozen."""
     from peft import LoraConfig, get_peft_model
 
@@ -121,7 +123,7 @@ def _adapted(model: PreTrainedModel) -> Any:
     return adapted.eval()
 
 
-def _set_dropout(adapted: Any, on: bool) -> None:
+def _set_dropout(adapted: PeftModel, on: bool) -> None:
     """The adapters' dropout alone; the backbone's own layers stay as they decode."""
     for name, module in adapted.named_modules():
         if name.endswith("lora_dropout.default"):

@@ -74,7 +74,7 @@ class SelfGeneratedText:
     """
 
     def __init__(
-        self, file: Path, identity: dict[str, Any], config: SelfGenerateConfig, length: int,
+        self, file: Path, identity: dict[str, object], config: SelfGenerateConfig, length: int,
         seed: int = 0,
     ) -> None:  # fmt: skip
         self.file, self.config, self.length, self.seed = file, config, length, seed
@@ -198,7 +198,7 @@ def _drop_partial_line(file: IO[bytes]) -> None:
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
-def _append(file: IO[bytes], row: dict[str, Any]) -> None:
+def _append(file: IO[bytes], row: dict[str, object]) -> None:
     """One row, there for whoever looks as soon as this returns."""
     file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
     file.flush()

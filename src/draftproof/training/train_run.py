@@ -15,7 +15,7 @@ from functools import partial
 from io import StringIO
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -45,6 +45,7 @@ from draftproof.weights.quantize import is_quantized
 from draftproof.weights.quantized_linear import slow_because
 
 if TYPE_CHECKING:
+    from draftproof.engine.config import LoadOptions
     from draftproof.model.loading import PreTrainedModel
 
 CARD = Path(__file__).with_name("model_card.md")
@@ -168,8 +169,11 @@ class _Run:
         if not (texts.is_complete(True) and texts.is_complete(False)):
             writer: Writer
             if model.device.type == "cpu":
-                how: dict[str, Any] = {"dtype": model.dtype, "tokenizer": self.codec.tokenizer}
-                engine = load(self.run.model, drafter="none", quantize=self.packed, **how)
+                how: LoadOptions = {
+                    "drafter": "none", "quantize": self.packed, "dtype": model.dtype,
+                    "tokenizer": self.codec.tokenizer,
+                }  # fmt: skip
+                engine = load(self.run.model, **how)
                 writer = partial(by_engine, engine)
             else:
                 writer = partial(by_transformers, model, loading.stop_tokens(model))

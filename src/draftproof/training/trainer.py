@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,13 +42,13 @@ class Callback(Protocol):
     def note(self, text: str) -> None: ...
     def progress(self, what: str, done: int, of: int, details: str = "") -> None: ...
     def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
-    def logged(self, log: Sequence[Mapping[str, Any]], folder: Path) -> None: ...
+    def logged(self, log: Sequence[Mapping[str, object]], folder: Path) -> None: ...
 
 
 class Silent:
     """A callback that does nothing."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
 
 
@@ -61,7 +61,7 @@ class Trainer:
 
     def __init__(
         self, trainable: FrozenTarget, batches: Batches, held_out: Sequence[Batch],
-        config: TrainConfig, folder: Path, settings: Mapping[str, Any], callback: Callback,
+        config: TrainConfig, folder: Path, settings: Mapping[str, object], callback: Callback,
     ) -> None:  # fmt: skip
         self.trainable, self.batches, self.held_out = trainable, batches, held_out
         self.config, self.callback = config, callback
@@ -78,9 +78,9 @@ class Trainer:
             self._restore()
 
     @property
-    def evaluation(self) -> dict[str, Any]:
+    def evaluation(self) -> dict[str, object]:
         """The last `Evaluation`."""
-        evaluation: dict[str, Any] = next(
+        evaluation: dict[str, object] = next(
             row["held_out"] for row in self.log[::-1] if "held_out" in row
         )
         return evaluation
@@ -110,7 +110,7 @@ class Trainer:
             where = f"{self._stop} at step {self.step} of {self.steps}"
             raise KeyboardInterrupt(f"{where}; the same command goes on from there")
 
-    def _one_step(self) -> dict[str, Any]:
+    def _one_step(self) -> dict[str, object]:
         """One step of the optimiser, perhaps an evaluation, and its line of the log."""
         start, batch = time.perf_counter(), self.batches[self.step]
         rate = self.config.rate_at(self.step, self.steps)
@@ -127,7 +127,7 @@ class Trainer:
         speed = sum(batch.sizes) / (time.perf_counter() - start)
         details = f"loss {loss:.3f} · {speed:,.0f} tokens/s"
         self.callback.progress("training", self.step, self.steps, details)
-        row: dict[str, Any] = {
+        row: dict[str, object] = {
             "step": self.step, "loss": loss, "rate": rate, "gradient": float(norm),
             "tokens": self.tokens, "tokens_per_second": round(speed, 1),
         }  # fmt: skip
