@@ -2,8 +2,8 @@
  * memory that ends where the tensors end:
  *
  *     N=src/draftproof/native
- *     gcc -std=gnu11 -O1 -g -fopenmp -fsanitize=address -Wno-psabi -march=x86-64-v3 -I$N \
- *         recipes/sanitizer/blocks.c $N/linear.c $N/quantize.c -lm -o blocks && ./blocks
+ *     gcc -std=gnu11 -O1 -g -pthread -fsanitize=address -Wno-psabi -march=x86-64-v3 -I$N \
+ *         recipes/sanitizer/blocks.c $N/linear.c $N/quantize.c $N/pool.c -lm -o blocks && ./blocks
  */
 #include "model.h"
 #include <stdio.h>

@@ -21,11 +21,10 @@ NAMES = (
 @opt.with_options(engine=NAMES)
 def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[str, Any]) -> None:
     """Show what this machine is, and what is promised on it."""
-    import torch
-
     from draftproof.model.device import Device, versions
     from draftproof.model.diagnosis import paths
     from draftproof.model.exactness import probe
+    from draftproof.native.threads import thread_count
 
     with show.status("looking at the machine ..."):
         if not engine.keys() & {"drafter", "assistant_model"}:
@@ -37,7 +36,7 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
     facts: dict[str, Any] = {
         "versions": versions(),
         "device": f"{probed.device}: {device.name}, {os.cpu_count()} cores, "
-                  f"{torch.get_num_threads()} in use",
+                  f"{thread_count()} in use",
         "memory": f"{free:.1f} of {total:.1f} GiB free",
         "bfloat16": "native" if device.bf16_is_native else "not native: only if asked for",
         **paths(target),

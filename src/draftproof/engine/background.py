@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 
 from draftproof.engine.scheduler import Scheduler
-from draftproof.native.kernels import release_workers
 from draftproof.requests.request import Request, Update
 
 IDLE_SECONDS = 5.0
@@ -42,7 +41,6 @@ class Background:
             if scheduler not in self._schedulers:
                 self._schedulers.append(scheduler)
             if self._thread is None:
-                release_workers()
                 self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
                 self._thread.start()
             self._awake.notify()

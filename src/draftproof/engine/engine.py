@@ -42,7 +42,7 @@ from draftproof.tokenizer.codec import Codec
 Chunk = Update
 """What `stream` yields, under its earlier name."""
 
-if hasattr(os, "register_at_fork"):     # a forked process lacks the threads OpenMP would wait for
+if hasattr(os, "register_at_fork"):     # a forked process lacks the threads torch would wait for
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 

@@ -22,6 +22,7 @@ from draftproof.errors import BadInput
 from draftproof.native.declarations import addresses, array_of
 from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
 from draftproof.native.structures import Layer, Model, Native, Norm, Read, Way, work_of
+from draftproof.native.threads import thread_count
 
 if TYPE_CHECKING:
     from draftproof.forward.fast_forward import FastForward
@@ -159,7 +160,7 @@ class FusedForward:
         starts, nodes = (None, None) if present is None else (present.starts, present.nodes)
         return Read(
             rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim,
-            cache.capacity, fast.context, torch.get_num_threads(),
+            cache.capacity, fast.context, thread_count(),
             cache.stores.count // len(fast.layers), cache.lengths, parents,
             starts, nodes, self._ways, layer.scale
         )

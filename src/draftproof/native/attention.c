@@ -299,10 +299,47 @@ static void written(const Read *read, const Layer *layer, int64_t row, int64_t h
     }
 }
 
+/* Queries, keys and values that are read, what is stored, and where what attention makes of them
+ * goes; the queries of a head of keys are cut into `parts` of `each`. */
+typedef struct {
+    const Read *read;
+    const Layer *layer;
+    const bf16 *inner;
+    const Norm *norm;
+    void *const *stores;
+    bf16 *out;
+    int64_t parts, each;
+} Attention;
+
+/* Heads of keys, counted through all rows. */
+static void write_heads(const void *work, int64_t first, int64_t last) {
+    const Attention *of = work;
+    int64_t heads = of->read->key_heads;
+    for (int64_t one = first; one < last; one++)
+        written(of->read, of->layer, one / heads, one % heads, of->inner, of->norm,
+                held_of(of->read, of->stores, one));
+}
+
+/* Parts of the queries of heads of keys, counted through all rows. */
+static void attend_parts(const void *work, int64_t first, int64_t last) {
+    const Attention *of = work;
+    const Read *read = of->read;
+    int64_t group = read->heads / read->key_heads;
+    for (int64_t one = first; one < last; one++) {
+        int64_t which = one / of->parts, row = which / read->key_heads,
+                head = which % read->key_heads;
+        int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group;
+        int64_t from = one % of->parts * of->each, to = from + of->each < own ? from + of->each
+                : own;
+        if (from < own) attended(read, of->layer, row, head, held_of(read, of->stores, which),
+                of->inner, of->norm, of->out, from, to);
+    }
+}
+
 /* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads,
  * head_dim]: turn them, write keys and values to `stores` [rows, key_heads, capacity, head_dim]
  * behind the committed tokens, attend to those and to each node's own path; out [start_of(rows), heads,
- * head_dim]. By all threads of a team, which do not wait for each other in the end. */
+ * head_dim]. */
 void draftproof_attention(const Read *read, const Layer *layer, const bf16 *inner, const Norm *norm,
         void *const *stores, bf16 *out) {
     int64_t group = read->heads / read->key_heads, shared = read->rows * read->key_heads;
@@ -310,21 +347,8 @@ void draftproof_attention(const Read *read, const Layer *layer, const bf16 *inne
     int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1;
     int64_t each = (queries + wanted - 1) / wanted;
     each = each > MOST ? MOST : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
-    int64_t parts = (queries + each - 1) / each;
-    /* several threads read what one has written */
-    if (parts > 1) {
-#pragma omp for
-        for (int64_t one = 0; one < shared; one++)
-            written(read, layer, one / read->key_heads, one % read->key_heads, inner, norm,
-                    held_of(read, stores, one));
-    }
-#pragma omp for schedule(static, 1) nowait
-    for (int64_t one = 0; one < shared * parts; one++) {
-        int64_t which = one / parts, row = which / read->key_heads, head = which % read->key_heads;
-        int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group;
-        int64_t from = one % parts * each, to = from + each < own ? from + each : own;
-        Held held = held_of(read, stores, which);
-        if (parts == 1) written(read, layer, row, head, inner, norm, held);
-        if (from < own) attended(read, layer, row, head, held, inner, norm, out, from, to);
-    }
+    Attention of = {read, layer, inner, norm, stores, out, (queries + each - 1) / each, each};
+    share_out(write_heads, &of, shared, 1 + SMALL / 4 / (queries * read->head_dim + 1),
+            read->threads);
+    share_out(attend_parts, &of, shared * of.parts, 1, read->threads);
 }

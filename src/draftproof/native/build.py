@@ -27,7 +27,7 @@ from draftproof.errors import BadInput
 
 HERE = Path(__file__).parent
 SOURCES = sorted(HERE.glob("*.c"))
-FLAGS = ("-std=gnu11", "-O3", "-fopenmp", "-Wno-psabi")
+FLAGS = ("-std=gnu11", "-O3", "-pthread", "-Wno-psabi")
 SWITCH, ISA = "DRAFTPROOF_KERNELS", "DRAFTPROOF_ISA"
 """Environment: 0 to do without the library; and the highest level to use of those that the
 processor has."""
@@ -122,23 +122,10 @@ def load() -> Library:
 def opened(build: str) -> ctypes.CDLL:
     """One build, compiled if it has to be; raises OSError or SubprocessError if it cannot be had.
     """
-    if sys.platform.startswith("linux"):
-        _load_openmp()
     library = ctypes.CDLL(str(_library_file(build)))
     if not library.draftproof_usable():
         raise OSError("the kernel of the system does not let programs use it")
     return library
-
-
-def _load_openmp() -> None:
-    """Find torch's OpenMP: a second pool of threads would compete with it."""
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    paths = (line.split(maxsplit=5)[-1] for line in lines)
-    names = ("libgomp", "libiomp5", "libomp")
-    openmp = [path for path in paths if Path(path).name.startswith(names)]
-    if not openmp:
-        raise OSError("this torch has no OpenMP; install one that has")
-    ctypes.CDLL(openmp[0], mode=ctypes.RTLD_GLOBAL)
 
 
 def compile_to(target: Path, build: str, compiler: Sequence[str]) -> None:
@@ -152,8 +139,8 @@ def compile_to(target: Path, build: str, compiler: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         flags = flags_of(build, compiler)
         compiling = [["-c", *flags, str(source), "-o", f"{source.stem}.o"] for source in SOURCES]
-        # without OpenMP, which is torch's
-        linked = ["-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", target.name, "-lm"]
+        objects = [f"{source.stem}.o" for source in SOURCES]
+        linked = ["-shared", "-pthread", *objects, "-o", target.name, "-lm"]
         for arguments in (*compiling, linked):
             subprocess.run(
                 [*compiler, *arguments], check=True, cwd=folder, capture_output=True, text=True,
@@ -168,8 +155,6 @@ def compile_to(target: Path, build: str, compiler: Sequence[str]) -> None:
 def flags_of(build: str, compiler: Sequence[str]) -> list[str]:
     """What a compiler is told for a build; zig names processors in another way."""
     flags = [*FLAGS, *(X86 | ARM)[build][1].split()]
-    if "ziglang" in compiler or sys.platform == "darwin":       # which have no OpenMP
-        flags.remove("-fopenmp")
     if "windows" not in " ".join(compiler) and sys.platform != "win32":
         flags.append("-fPIC")                                   # there all code is
     if "ziglang" not in compiler:

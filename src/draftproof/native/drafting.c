@@ -1,6 +1,47 @@
 /* Choosing tokens by scores, accepting trees, and chains of a draft model. */
 #include "scores.h"
 
+/* Rows of logits, and where what is chosen by them goes. */
+typedef struct {
+    const bf16 *logits;
+    const float *noise, *heats, *trusts;
+    const int64_t *places;
+    int64_t each, vocab, nothing, count;
+    int64_t *tokens;
+    float *odds;
+} Choice;
+
+static const float *noise_of(const Choice *of, int64_t r) {
+    return of->noise ? of->noise + of->places[r] * of->vocab : NULL;
+}
+
+static void sample_rows(const void *work, int64_t first_row, int64_t last_row) {
+    const Choice *of = work;
+    int64_t vocab = of->vocab;
+    for (int64_t r = first_row; r < last_row; r++) {
+        const float *own = noise_of(of, r);
+        float heat = of->heats[r / of->each];
+        lanes most = (lanes){} - INFINITY;
+        bits broken = {}, first = {};
+        for (int64_t i = 0; i < vocab; i += LANES) {
+            lanes score = heated(of->logits + r * vocab, own, heat, i, vocab);
+            bits above = score > most;
+            broken |= score != score;
+            most = larger(score, most);
+            first = (first & ~above) | (above & (int32_t)i);
+        }
+        float top = -INFINITY;
+        int64_t token = of->nothing;
+        for (int l = 0; l < LANES; l++)
+            if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token))
+                top = most[l], token = first[l] + l;
+        of->tokens[r] = some_of(broken) ? of->nothing : token;
+    }
+}
+
+/* Rows that are worth a thread of their own. */
+static int64_t enough_rows(int64_t vocab) { return 1 + SMALL / 2 / (vocab > 0 ? vocab : 1); }
+
 /* The first token of the highest score in each row of logits; `nothing` if all are -inf or one is
  * NaN. Each heat is that of `each` rows; places say which of noise [., vocab] is whose. */
 void draftproof_sample(const bf16 *logits /* [rows, vocab] */,
@@ -8,25 +49,9 @@ void draftproof_sample(const bf16 *logits /* [rows, vocab] */,
         const int64_t *places /* [rows] or null */, const float *heats /* [rows / each] */,
         int64_t each, int64_t rows, int64_t vocab, int64_t nothing, int64_t *tokens /* [rows] */,
         int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
-    for (int64_t r = 0; r < rows; r++) {
-        const float *own = noise ? noise + places[r] * vocab : NULL;
-        lanes most = (lanes){} - INFINITY;
-        bits broken = {}, first = {};
-        for (int64_t i = 0; i < vocab; i += LANES) {
-            lanes score = heated(logits + r * vocab, own, heats[r / each], i, vocab);
-            bits above = score > most;
-            broken |= score != score;
-            most = larger(score, most);
-            first = (first & ~above) | (above & (int32_t)i);
-        }
-        float top = -INFINITY;
-        int64_t token = nothing;
-        for (int l = 0; l < LANES; l++)
-            if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token))
-                top = most[l], token = first[l] + l;
-        tokens[r] = some_of(broken) ? nothing : token;
-    }
+    Choice of = {.logits = logits, .noise = noise, .heats = heats, .places = places, .each = each,
+        .vocab = vocab, .nothing = nothing, .tokens = tokens};
+    share_out(sample_rows, &of, rows, enough_rows(vocab), threads);
 }
 
 /* Whether trees are well formed: tokens are below `vocab` or `absent`, parents come
@@ -79,20 +104,41 @@ void draftproof_accept(const int64_t *tokens /* [rows, nodes] */,
     }
 }
 
+static void top_rows(const void *work, int64_t first_row, int64_t last_row) {
+    const Choice *of = work;
+    int64_t vocab = of->vocab, count = of->count;
+    for (int64_t r = first_row; r < last_row; r++) {
+        Scored found[count];
+        for (int64_t k = 0; k < count; k++) found[k] = (Scored){-INFINITY, 0};
+        for (int64_t t = 0; t < vocab; t += LANES)
+            chosen(heated(of->logits + r * vocab, NULL, 1, t, vocab), t, found, count);
+        for (int64_t k = 0; k < count; k++)
+            of->tokens[r * count + k] = found[k].token, of->odds[r * count + k] = found[k].score;
+    }
+}
+
 /* The `count` best tokens of each row of logits and their logits, of equals the earlier; NaN is
  * none of them. */
 void draftproof_top_tokens(const bf16 *logits /* [rows, vocab] */, int64_t rows, int64_t vocab,
         int64_t count, int64_t *tokens /* [rows, count] */, float *best /* [rows, count] */,
         int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
-    for (int64_t r = 0; r < rows; r++) {
-        const bf16 *own = logits + r * vocab;
-        Scored found[count];
-        for (int64_t k = 0; k < count; k++) found[k] = (Scored){-INFINITY, 0};
-        for (int64_t t = 0; t < vocab; t += LANES)
-            chosen(heated(own, NULL, 1, t, vocab), t, found, count);
-        for (int64_t k = 0; k < count; k++)
-            tokens[r * count + k] = found[k].token, best[r * count + k] = found[k].score;
+    Choice of = {.logits = logits, .vocab = vocab, .count = count, .tokens = tokens, .odds = best};
+    share_out(top_rows, &of, rows, enough_rows(vocab), threads);
+}
+
+static void best_rows(const void *work, int64_t first_row, int64_t last_row) {
+    const Choice *of = work;
+    int64_t vocab = of->vocab, count = of->count;
+    for (int64_t r = first_row; r < last_row; r++) {
+        Scored best[count];
+        float trust = of->trusts[r], whole = weighed(of->logits + r * vocab, noise_of(of, r),
+                of->heats[r], trust, vocab, scratch(vocab + LANES), best, count);
+        for (int64_t k = 0; k < count; k++) {
+            int there = whole < INFINITY && best[k].score > -INFINITY;
+            of->odds[r * count + k] = there ? (best[k].score - best->score) * trust - whole
+                    : -INFINITY;
+            of->tokens[r * count + k] = best[k].token;
+        }
     }
 }
 
@@ -105,19 +151,9 @@ void draftproof_best_tokens(const bf16 *logits /* [rows, vocab] */,
         const float *trusts /* [rows] */, int64_t rows,
         int64_t vocab, int64_t count, float *odds /* [rows, count] */,
         int64_t *tokens /* [rows, count] */, int64_t threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * vocab > SMALL)
-    for (int64_t r = 0; r < rows; r++) {
-        Scored best[count];
-        const float *own = noise ? noise + places[r] * vocab : NULL;
-        float whole = weighed(logits + r * vocab, own, heats[r], trusts[r], vocab,
-                scratch(vocab + LANES), best, count);
-        for (int64_t k = 0; k < count; k++) {
-            int there = whole < INFINITY && best[k].score > -INFINITY;
-            odds[r * count + k] = there ? (best[k].score - best->score) * trusts[r] - whole
-                    : -INFINITY;
-            tokens[r * count + k] = best[k].token;
-        }
-    }
+    Choice of = {.logits = logits, .noise = noise, .heats = heats, .trusts = trusts,
+        .places = places, .vocab = vocab, .count = count, .tokens = tokens, .odds = odds};
+    share_out(best_rows, &of, rows, enough_rows(vocab), threads);
 }
 
 /* Draft a chain per row. Each row reads what it lacks of its text, up to its root at

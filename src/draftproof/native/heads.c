@@ -40,6 +40,26 @@ static void behind(const Pairs *pairs, int64_t parent, const float *chances, con
         best[k].score = best[k].score - whole < 0 ? best[k].score - whole : 0;
 }
 
+/* The residual blocks of heads, and what they make of hidden states: work [heads, rows, size]. */
+typedef struct {
+    const Linear *blocks;
+    const bf16 *hidden;
+    bf16 *work, *beside;
+    int64_t rows, size, layers, threads;
+} Blocks;
+
+static void through_blocks(const void *work, int64_t first, int64_t last) {
+    const Blocks *of = work;
+    int64_t numbers = of->rows * of->size;
+    for (int64_t h = first; h < last; h++) {
+        bf16 *own = of->work + h * numbers, *beside = of->beside + h * numbers;
+        memcpy(own, of->hidden, (size_t)numbers * sizeof *own);
+        for (int64_t l = 0; l < of->layers; l++)
+            draftproof_residual(of->blocks + h * of->layers + l, own, beside, of->rows,
+                    of->threads);
+    }
+}
+
 /* What heads of `layers` residual blocks each and a projection say of hidden states: logits, -inf
  * where the projection lacks a token; map: the tokens that it knows, or none. Heads know nothing of
  * each other, so threads take whole ones where there are enough. */
@@ -50,14 +70,9 @@ void draftproof_heads(const Linear *blocks /* [heads, layers] */, const Linear *
         int64_t heads, int64_t layers, int64_t vocab, int64_t threads) {
     int64_t size = projection->size, known = projection->outputs, all = rows * heads;
     bf16 *states = work + all * size, *said = states + all * size, lowest = narrow(-INFINITY);
-    int64_t whole = heads >= threads;
-#pragma omp parallel for num_threads(threads) if (whole && layers * all * size * size > PRODUCTS)
-    for (int64_t h = 0; h < heads; h++) {
-        bf16 *own = work + h * rows * size, *beside = states + h * rows * size;
-        memcpy(own, hidden, (size_t)(rows * size) * sizeof *own);
-        for (int64_t l = 0; l < layers; l++)
-            draftproof_residual(blocks + h * layers + l, own, beside, rows, whole ? 1 : threads);
-    }
+    int64_t whole = heads >= threads && layers * all * size * size > 8 * SMALL;
+    Blocks of = {blocks, hidden, work, states, rows, size, layers, whole ? 1 : threads};
+    share_out(through_blocks, &of, heads, 1, whole ? threads : 1);
     for (int64_t i = 0; i < all; i++)                               /* row by row */
         memcpy(states + i * size, work + (i % heads * rows + i / heads) * size,
                 (size_t)size * sizeof *states);
@@ -69,6 +84,78 @@ void draftproof_heads(const Linear *blocks /* [heads, layers] */, const Linear *
             int64_t token = map ? map[k] : k;
             if (token >= 0 && token < vocab) logits[i * vocab + token] = said[i * known + k];
         }
+    }
+}
+
+/* Logits of heads, and where trees of them go; what a head says is weighed once, into chances
+ * [rows, heads, vocab + LANES] and the `most` best of them. */
+typedef struct {
+    const Pairs *pairs;
+    const int64_t *shape, *roots, *places;
+    const bf16 *logits;
+    const float *noise, *heats, *trusts;
+    int64_t heads, vocab, most;
+    float weight, *chances;
+    Scored *own;
+    const TreeOutput *out;
+} Bigrams;
+
+/* Heads, counted through all rows. */
+static void weigh_heads(const void *work, int64_t first, int64_t last) {
+    const Bigrams *of = work;
+    int64_t vocab = of->vocab, most = of->most;
+    for (int64_t i = first; i < last; i++) {
+        int64_t r = i / of->heads;
+        float *chances = of->chances + i * (vocab + LANES), trust = of->trusts[r];
+        Scored *best = of->own + i * most;
+        const float *heard = of->noise ? of->noise + (of->places[r] + i % of->heads) * vocab : NULL;
+        float whole = weighed(of->logits + i * vocab, heard, of->heats[r], trust, vocab, chances,
+                best, most), top = best->score;
+        int there = whole < INFINITY;
+        for (int64_t k = 0; k < most; k++)
+            best[k].score = there ? (best[k].score - top) * trust - whole : -INFINITY;
+        for (int64_t t = 0; t < vocab; t += LANES) {
+            lanes chance = (loaded(chances + t) - top) * trust - whole;
+            if (!there) chance = (lanes){} - INFINITY;
+            memcpy(chances + t, &chance, sizeof chance);
+        }
+    }
+}
+
+static void grow_rows(const void *work, int64_t first, int64_t last) {
+    const Bigrams *of = work;
+    const int64_t *shape = of->shape;
+    int64_t most = of->most, nodes = of->out->nodes, heads = of->heads;
+    for (int64_t r = first; r < last; r++) {
+        int64_t *token = of->out->tokens + r * nodes, *above = of->out->parents + r * nodes;
+        int64_t rank[nodes], depth[nodes];
+        float *chance = of->out->odds + r * nodes;
+        float push = of->weight * of->trusts[r] / of->heats[r];
+        float next[nodes];                  /* the chance of the next child that a node has not got */
+        Scored *lists = (Scored *)scratch(nodes * most * (int64_t)(sizeof(Scored) / sizeof(float)));
+        for (int64_t n = 0; n < nodes; n++) {
+            int64_t from = n && shape ? shape[n] : 0;
+            for (int64_t m = 1; m < n && !shape; m++)
+                if (next[m] > next[from]) from = m;
+            token[n] = of->roots[r], above[n] = -1, chance[n] = 0, depth[n] = 0;
+            if (n) {
+                const Scored *child = lists + from * most + (shape ? shape[nodes + n] : rank[from]);
+                int there = next[from] > -INFINITY && child->score > -INFINITY;
+                token[n] = there ? child->token : of->out->absent;
+                above[n] = there || shape ? from : 0;
+                chance[n] = there ? chance[from] + child->score : -INFINITY;
+                depth[n] = depth[from] + 1;
+                if (!shape)
+                    next[from] = ++rank[from] < most ? chance[from] + child[1].score : -INFINITY;
+            }
+            rank[n] = 0, next[n] = -INFINITY;
+            if (token[n] < 0 || token[n] >= of->pairs->vocab || depth[n] == heads) continue;
+            int64_t at = r * heads + depth[n];
+            behind(of->pairs, token[n], of->chances + at * (of->vocab + LANES),
+                    of->own + at * most, push, lists + n * most, most);
+            next[n] = chance[n] + lists[n * most].score;
+        }
+        for (int64_t n = 0; n < nodes; n++) chance[n] = expf(chance[n]);
     }
 }
 
@@ -84,58 +171,14 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight,
         const int64_t *places /* [rows] or null */, const float *heats /* [rows] */,
         const float *trusts /* [rows] */, TreeOutput *out /* [rows] */,
         float *work /* [rows, heads, vocab + 16] */, int64_t threads) {
-    int64_t wide = vocab + LANES, most = children < vocab ? children : vocab, nodes = out->nodes;
+    int64_t most = children < vocab ? children : vocab;
     Scored *own = malloc((size_t)(rows * heads * most) * sizeof(Scored));
     if (!own) abort();
-#pragma omp parallel for num_threads(threads) if (rows * heads * vocab > SMALL)
-    for (int64_t i = 0; i < rows * heads; i++) {
-        int64_t r = i / heads;
-        float *chances = work + i * wide;
-        Scored *best = own + i * most;
-        const float *heard = noise ? noise + (places[r] + i % heads) * vocab : NULL;
-        float whole = weighed(logits + i * vocab, heard, heats[r], trusts[r], vocab, chances, best,
-                most), top = best->score;
-        int there = whole < INFINITY;
-        for (int64_t k = 0; k < most; k++)
-            best[k].score = there ? (best[k].score - top) * trusts[r] - whole : -INFINITY;
-        for (int64_t t = 0; t < vocab; t += LANES) {
-            lanes chance = (loaded(chances + t) - top) * trusts[r] - whole;
-            if (!there) chance = (lanes){} - INFINITY;
-            memcpy(chances + t, &chance, sizeof chance);
-        }
-    }
-    out->widest = nodes;
-#pragma omp parallel for num_threads(threads) if (rows > 2)
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t *token = out->tokens + r * nodes, *above = out->parents + r * nodes;
-        int64_t rank[nodes], depth[nodes];
-        float *chance = out->odds + r * nodes, push = weight * trusts[r] / heats[r];
-        float next[nodes];                  /* the chance of the next child that a node has not got */
-        Scored *lists = (Scored *)scratch(nodes * most * (int64_t)(sizeof(Scored) / sizeof(float)));
-        for (int64_t n = 0; n < nodes; n++) {
-            int64_t from = n && shape ? shape[n] : 0;
-            for (int64_t m = 1; m < n && !shape; m++)
-                if (next[m] > next[from]) from = m;
-            token[n] = roots[r], above[n] = -1, chance[n] = 0, depth[n] = 0;
-            if (n) {
-                const Scored *child = lists + from * most + (shape ? shape[nodes + n] : rank[from]);
-                int there = next[from] > -INFINITY && child->score > -INFINITY;
-                token[n] = there ? child->token : out->absent;
-                above[n] = there || shape ? from : 0;
-                chance[n] = there ? chance[from] + child->score : -INFINITY;
-                depth[n] = depth[from] + 1;
-                if (!shape)
-                    next[from] = ++rank[from] < most ? chance[from] + child[1].score : -INFINITY;
-            }
-            rank[n] = 0, next[n] = -INFINITY;
-            if (token[n] < 0 || token[n] >= pairs->vocab || depth[n] == heads) continue;
-            int64_t at = r * heads + depth[n];
-            behind(pairs, token[n], work + at * wide, own + at * most, push, lists + n * most,
-                    most);
-            next[n] = chance[n] + lists[n * most].score;
-        }
-        for (int64_t n = 0; n < nodes; n++) chance[n] = expf(chance[n]);
-    }
+    Bigrams of = {pairs, shape, roots, places, logits, noise, heats, trusts, heads, vocab, most,
+        weight, work, own, out};
+    share_out(weigh_heads, &of, rows * heads, 1 + SMALL / 2 / (vocab + 1), threads);
+    out->widest = out->nodes;
+    share_out(grow_rows, &of, rows, 2, threads);
     free(own);
 }
 

@@ -22,6 +22,7 @@ from draftproof.native.declarations import (
     functions,
 )
 from draftproof.native.structures import Native
+from draftproof.native.threads import thread_count
 
 log = logging.getLogger("draftproof")
 
@@ -31,7 +32,7 @@ WIDEST = 256
 
 class Kernels:
     """Calls the functions of the library by their names in C, less `draftproof_`, with what they
-    take there; the number of threads is torch's.
+    take there, and with the number of threads.
 
     This is the only place where Python calls our C code. Every tensor is compared with what the
     source declares (see `declarations`), so that a mistake in Python raises and never reaches
@@ -75,7 +76,7 @@ class Kernels:
             else:
                 values.append(value)                            # ctypes refuses what is no number
         if threaded:
-            values.append(torch.get_num_threads())
+            values.append(thread_count())
         return function(*values) or 0
 
     def multiply(self, layer: Native, inputs: Tensor) -> Tensor:
@@ -154,15 +155,3 @@ def kernels() -> Kernels | None:
     """The functions of the library; None where it cannot be had (`library().reason` says why)."""
     loaded = library().loaded
     return None if loaded is None else Kernels(loaded)
-
-
-def release_workers() -> None:
-    """Let go of this thread's OpenMP workers, for another thread to decode.
-
-    With those of a second thread they are more than the processors; then OpenMP sleeps at every
-    barrier, where it would have waited awake, and a small model is five times slower.
-    """
-    try:
-        ctypes.CDLL("libgomp.so.1").omp_pause_resource_all(1)
-    except (OSError, AttributeError):                           # another OpenMP, or an older one
-        return

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "memory.h"
+#include "pool.h"
 
 #if defined(__aarch64__)
 #define LANES 4
@@ -28,8 +29,8 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
-/* below so many numbers, or products, one thread */
-enum { SMALL = 1 << 14, PRODUCTS = 1 << 17 };
+/* what is smaller, in numbers, one thread computes sooner alone */
+enum { SMALL = 1 << 14 };
 
 static inline float widen(bf16 x) {
     union { uint32_t i; float f; } u = {(uint32_t)x << 16};

@@ -4,17 +4,23 @@
 
 enum { PART = 1024 };
 
-/* Norms and gates are made by all threads of a team together, which do not wait for each other in
- * the end. */
+typedef struct {
+    bf16 *hidden;
+    const bf16 *delta;
+    const float *added, *weight;
+    const Norm *norm;
+    bf16 *out;
+    int64_t size;
+} Norming;
 
-/* hidden += delta, if there is one: its share, or what a norm with the weight `added` makes of it;
- * out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
-void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const float *weight,
-        const Norm *norm, bf16 *out, int64_t rows, int64_t size) {
-#pragma omp for nowait
-    for (int64_t r = 0; r < rows; r++) {
-        bf16 *x = hidden + r * size, *y = out + r * size;
-        const bf16 *d = delta ? delta + r * size : NULL;
+static void norm_rows(const void *work, int64_t first, int64_t last) {
+    const Norming *of = work;
+    const Norm *norm = of->norm;
+    const float *added = of->added, *weight = of->weight;
+    int64_t size = of->size;
+    for (int64_t r = first; r < last; r++) {
+        bf16 *x = of->hidden + r * size, *y = of->out + r * size;
+        const bf16 *d = of->delta ? of->delta + r * size : NULL;
         lanes squares = {};
         float within = added && d ? factor_of(d, norm->epsilon, size) : 0;
         for (int64_t i = 0; i < size; i += LANES) {
@@ -33,20 +39,42 @@ void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const 
     }
 }
 
+/* hidden += delta, if there is one: its share, or what a norm with the weight `added` makes of it;
+ * out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
+void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const float *weight,
+        const Norm *norm, bf16 *out, int64_t rows, int64_t size, int64_t threads) {
+    Norming of = {hidden, delta, added, weight, norm, out, size};
+    share_out(norm_rows, &of, rows, 1 + SMALL / 2 / (size + 1), threads);
+}
+
+typedef struct {
+    const bf16 *gate_up;
+    bf16 *out;
+    int64_t gelu, size, parts;                  /* of PART numbers, in a row */
+} Gating;
+
+/* Parts of rows, counted through all rows. */
+static void gate_parts(const void *work, int64_t first, int64_t last) {
+    const Gating *of = work;
+    int64_t size = of->size;
+    for (int64_t one = first; one < last; one++) {
+        int64_t r = one / of->parts, part = one % of->parts * PART;
+        const bf16 *gate = of->gate_up + 2 * r * size;
+        for (int64_t i = part; i < part + PART && i < size; i += LANES) {
+            lanes x = wide(gate + i);
+            lanes open = rounded(of->gelu ? tanh_gelu(x) : silu(x));
+            narrowed(of->out + r * size + i, open * wide(gate + size + i));
+        }
+    }
+}
+
 /* out = silu(gate) * up, or GELU's; gate and up lie behind each other: [rows, 2 * size] to [rows,
  * size]. */
 void draftproof_gate(const bf16 *gate_up /* [rows, 2, (size + 15) // 16 * 16] */,
-        bf16 *out /* [rows, (size + 15) // 16 * 16] */, int64_t gelu, int64_t rows, int64_t size) {
-#pragma omp for collapse(2) nowait
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t part = 0; part < size; part += PART) {
-            const bf16 *gate = gate_up + 2 * r * size;
-            for (int64_t i = part; i < part + PART && i < size; i += LANES) {
-                lanes x = wide(gate + i);
-                lanes open = rounded(gelu ? tanh_gelu(x) : silu(x));
-                narrowed(out + r * size + i, open * wide(gate + size + i));
-            }
-        }
+        bf16 *out /* [rows, (size + 15) // 16 * 16] */, int64_t gelu, int64_t rows, int64_t size,
+        int64_t threads) {
+    Gating of = {gate_up, out, gelu, size, (size + PART - 1) / PART};
+    share_out(gate_parts, &of, rows * of.parts, SMALL / 4 / PART, threads);
 }
 
 /* Whether a slot `place` after a row's text, and the slot that it is filled from, are in a store. */
@@ -74,6 +102,23 @@ void draftproof_keep(char *const *stores /* [count] */, const int64_t *heads /* 
         }
 }
 
+typedef struct {
+    const Model *model;
+    const int64_t *tokens;
+    bf16 *hidden;
+} Embedding;
+
+static void embed_rows(const void *work, int64_t first, int64_t last) {
+    const Embedding *of = work;
+    int64_t size = of->model->table.size;
+    for (int64_t r = first; r < last; r++) {
+        bf16 *embedding = of->hidden + r * size;
+        draftproof_embed(&of->model->table, of->tokens + r, 1, embedding);
+        for (int64_t i = 0; i < size; i += LANES)
+            narrowed(embedding + i, wide(embedding + i) * of->model->loud);
+    }
+}
+
 /* Read a model: tokens [start_of(rows)] become hidden states behind the final norm, in `last`, and
  * logits of these, if they are wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens
  * the model does not know are read as some that it knows. stores: those of each layer in turn.
@@ -89,47 +134,28 @@ void draftproof_forward(const Read *read, const Model *model,
     const Norm *norm = &model->norm;
     int64_t width = start_of(read, read->rows), size = layers->inner.size, threads = read->threads;
     bf16 *hidden = work, *normed = hidden + width * size;
-#pragma omp parallel num_threads(threads) if (width * size * layers->gate_up.outputs > PRODUCTS / 2)
-    {
-        bf16 *delta = NULL;
-#pragma omp for nowait                                          /* rows as norms have them */
-        for (int64_t r = 0; r < width; r++) {
-            bf16 *embedding = hidden + r * size;
-            draftproof_embed(&model->table, tokens + r, 1, embedding);
-            for (int64_t i = 0; i < size; i += LANES)
-                narrowed(embedding + i, wide(embedding + i) * model->loud);
-        }
-        for (int64_t n = 0; n < model->count; n++) {
-            const Layer *layer = layers + n;
-            int64_t gates = layer->down.size;
-            bf16 *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
-            bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
-            draftproof_norm(hidden, delta, n ? layer[-1].fed : NULL, layer->before, norm, normed,
-                    width, size);
-#pragma omp barrier
-#pragma omp master
-            if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
-            draftproof_multiply(&layer->inner, normed, states, width, threads);
-#pragma omp barrier
-            draftproof_attention(read, layer, states, norm, stores + read->stores * n, mixed);
-#pragma omp barrier
-            delta = last;
-            draftproof_multiply(&layer->output, mixed, delta, width, threads);
-#pragma omp barrier
-            draftproof_norm(hidden, delta, layer->mixed, layer->after, norm, normed, width, size);
-#pragma omp barrier
-            draftproof_multiply(&layer->gate_up, normed, both, width, threads);
-#pragma omp barrier
-            draftproof_gate(both, gate, model->gelu, width, gates);
-#pragma omp barrier
-            draftproof_multiply(&layer->down, gate, delta, width, threads);
-#pragma omp barrier
-        }
-        draftproof_norm(hidden, delta, layers[model->count - 1].fed, model->last, norm, last, width,
-                size);
-        if (logits) {
-#pragma omp barrier
-            draftproof_multiply(model->head, last, logits, width, threads);
-        }
+    bf16 *delta = NULL;
+    Embedding embedding = {model, tokens, hidden};
+    share_out(embed_rows, &embedding, width, 4, threads);
+    for (int64_t n = 0; n < model->count; n++) {
+        const Layer *layer = layers + n;
+        int64_t gates = layer->down.size;
+        bf16 *states = normed + width * size, *mixed = states + width * layer->inner.outputs;
+        bf16 *both = mixed + width * layer->output.size, *gate = both + width * 2 * gates;
+        draftproof_norm(hidden, delta, n ? layer[-1].fed : NULL, layer->before, norm, normed, width,
+                size, threads);
+        if (kept && kept[n]) memcpy(kept[n], hidden, (size_t)(width * size) * sizeof(bf16));
+        draftproof_linear(&layer->inner, normed, states, width, threads);
+        draftproof_attention(read, layer, states, norm, stores + read->stores * n, mixed);
+        delta = last;
+        draftproof_linear(&layer->output, mixed, delta, width, threads);
+        draftproof_norm(hidden, delta, layer->mixed, layer->after, norm, normed, width, size,
+                threads);
+        draftproof_linear(&layer->gate_up, normed, both, width, threads);
+        draftproof_gate(both, gate, model->gelu, width, gates, threads);
+        draftproof_linear(&layer->down, gate, delta, width, threads);
     }
+    draftproof_norm(hidden, delta, layers[model->count - 1].fed, model->last, norm, last, width,
+            size, threads);
+    if (logits) draftproof_linear(model->head, last, logits, width, threads);
 }

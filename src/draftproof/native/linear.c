@@ -100,12 +100,6 @@ static void prepare(const Product *of, int64_t row) {
     }
 }
 
-/* Room, this thread's own, to lay the inputs out in. */
-static void room(Product *of) {
-    of->scales = scratch(2 * of->rows + of->rows * of->stretch * of->width);
-    of->offset = (int32_t *)(of->scales + of->rows), of->words = of->offset + of->rows;
-}
-
 /* Inputs of a row in 8 bits, with a scale per 32. */
 static void prepare_blocks(const BlockProduct *of, int64_t row) {
     int64_t chunk = ((row + 1) * of->chunks - 1) / of->rows, size = of->layer->size;
@@ -133,100 +127,111 @@ static void prepare_blocks(const BlockProduct *of, int64_t row) {
     }
 }
 
-/* As multiply_part, of a layer with blocks. */
-static void multiply_blocks(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t stride,
-        int64_t rows, int64_t threads) {
-    BlockProduct of = {.layer = layer, .inputs = inputs, .out = out, .stride = stride,
-            .rows = rows, .chunks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS,
+/* A layer without parts, and how it is multiplied: the strips of all parts of a layer are shared
+ * out together. */
+typedef struct {
+    int64_t strips, together;                   /* strips multiplied at a time, at most */
+    Product plain;
+    BlockProduct blocks;
+} Part;
+
+typedef struct {
+    Part *parts;
+    int64_t count;
+} Parts;
+
+/* Describe a part whose outputs stand `stride` numbers apart; returns the numbers of its inputs as
+ * they are laid out. */
+static int64_t describe(Part *part, const Linear *layer, const bf16 *inputs, bf16 *out,
+        int64_t stride, int64_t rows) {
+    part->strips = (layer->outputs + STRIP - 1) / STRIP, part->together = STRIPS;
+    if (layer->format) {
+        part->blocks = (BlockProduct){.layer = layer, .inputs = inputs, .out = out,
+            .stride = stride, .rows = rows, .chunks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS,
             .spans = (layer->padded + SPAN - 1) / SPAN};
-    int64_t numbers = rows * of.spans * (int64_t)(sizeof(Activations) / sizeof(float));
-    if (rows * layer->size <= SMALL) {
-        of.activations = (Activations *)scratch(numbers);
-        for (int64_t r = 0; r < rows; r++) prepare_blocks(&of, r);
-    } else {
-#pragma omp single copyprivate(of)
-        of.activations = (Activations *)scratch(numbers);
-#pragma omp for
-        for (int64_t r = 0; r < rows; r++) prepare_blocks(&of, r);
+        /* one strip after another is one stream */
+        if (part->blocks.chunks == 1) part->together = 1;
+        return rows * part->blocks.spans * (int64_t)(sizeof(Activations) / sizeof(float));
     }
-    int64_t strips = (layer->outputs + STRIP - 1) / STRIP;
-    int64_t together = of.chunks == 1 ? 1 : STRIPS;     /* one strip after another is one stream */
-    int64_t parts = threads * ((strips + threads * together - 1) / (threads * together));
-#pragma omp for nowait
-    for (int64_t p = 0; p < parts; p++)
-        for (int64_t c = 0; c < of.chunks; c += BLOCK_CHUNKS) {
-            int64_t first = strips * p / parts, last = strips * (p + 1) / parts;
-            int64_t bottom = c + BLOCK_CHUNKS < of.chunks ? c + BLOCK_CHUNKS : of.chunks;
-            if (first < last) block_panel(&of, first, last, c, bottom);
-        }
+    Product *of = &part->plain;
+    *of = (Product){.layer = layer, .inputs = inputs, .out = out, .stride = stride, .rows = rows,
+        .block = BLOCK, .kind = layer->scale ? INT8 : BFLOAT16};
+    of->count = layer->padded / (of->kind == BFLOAT16 ? 2 : 4), of->width = WIDTH_OF(of->kind);
+    int64_t most = MOST;
+#if TILES
+    of->block = TILE_BLOCK, of->width = 1, most = TILE_ROWS, part->together = TILE_STRIPS;
+#endif
+    of->stretch = (of->count + of->block - 1) / of->block * of->block;
+    of->chunks = (rows + most - 1) / most;
+    return (2 * rows + rows * of->stretch * of->width + LANES - 1) / LANES * LANES;
 }
 
-/* A layer without parts, whose outputs stand `stride` numbers apart. */
-static void multiply_part(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t stride,
-        int64_t rows, int64_t threads) {
-    Product of = {.layer = layer, .inputs = inputs, .out = out, .stride = stride, .rows = rows,
-            .block = BLOCK};
-    int64_t most = MOST, together = STRIPS, strips = (layer->outputs + STRIP - 1) / STRIP;
-    of.kind = layer->scale ? INT8 : BFLOAT16;
-    of.count = layer->padded / (of.kind == BFLOAT16 ? 2 : 4);
-    of.width = WIDTH_OF(of.kind);
+/* Where the inputs of a part are laid out. */
+static void place_inputs(Part *part, float *room) {
+    Product *of = &part->plain;
+    part->blocks.activations = (Activations *)room, of->scales = room;
+    of->offset = (int32_t *)(of->scales + of->rows), of->words = of->offset + of->rows;
+}
+
+/* Rows of inputs of one part. */
+static void prepare_rows(const void *work, int64_t first, int64_t last) {
+    const Part *part = work;
+    for (int64_t r = first; r < last; r++)
+        if (part->blocks.layer) prepare_blocks(&part->blocks, r);
+        else prepare(&part->plain, r);
+}
+
+/* The outputs of strips `first` to `last` of a part. */
+static void multiply_strips(const Part *part, int64_t first, int64_t last) {
+    const Product *of = &part->plain;
+    int64_t chunks = part->blocks.layer ? part->blocks.chunks : of->chunks, next;
+    int64_t each = part->blocks.layer ? BLOCK_CHUNKS : CHUNKS;
+    for (; first < last; first = next) {
+        next = first + part->together < last ? first + part->together : last;
+        for (int64_t c = 0; c < chunks; c += each) {
+            int64_t bottom = c + each < chunks ? c + each : chunks;
+            if (part->blocks.layer) block_panel(&part->blocks, first, next, c, bottom);
 #if TILES
-    of.block = TILE_BLOCK, of.width = 1, most = TILE_ROWS,
-            together = TILE_STRIPS;
+            else tile_panel(of, first, next, c, bottom);
+#else
+            else panel(of, first, next, c, bottom);
 #endif
-    of.stretch = (of.count + of.block - 1) / of.block * of.block;
-    of.chunks = (rows + most - 1) / most;
-    if (rows * layer->size <= SMALL) {
-        room(&of);
-        for (int64_t r = 0; r < rows; r++) prepare(&of, r);
-    } else {
-#pragma omp single copyprivate(of)
-        room(&of);
-#pragma omp for
-        for (int64_t r = 0; r < rows; r++) prepare(&of, r);
-    }
-    int64_t parts = threads * ((strips + threads * together - 1) / (threads * together));
-#pragma omp for nowait
-    for (int64_t p = 0; p < parts; p++)
-        for (int64_t c = 0; c < of.chunks; c += CHUNKS) {
-            int64_t first = strips * p / parts, last = strips * (p + 1) / parts;
-            int64_t bottom = c + CHUNKS < of.chunks ? c + CHUNKS : of.chunks;
-            /* more threads than strips */
-            if (first == last) continue;
-#if TILES
-            {
-                tile_panel(&of, first, last, c, bottom);
-                continue;
-            }
-#endif
-            panel(&of, first, last, c, bottom);
         }
+    }
+}
+
+/* Strips, counted through all parts. */
+static void multiply_parts(const void *work, int64_t first, int64_t last) {
+    const Parts *of = work;
+    for (int64_t p = 0, start = 0; p < of->count; start += of->parts[p++].strips) {
+        int64_t end = start + of->parts[p].strips, from = first > start ? first : start;
+        multiply_strips(of->parts + p, from - start, (last < end ? last : end) - start);
+    }
 #if TILES
     tiles_released();
 #endif
 }
 
-/* inputs [rows, size] to out [rows, outputs], by all threads of a team together, which do not wait
- * for each other in the end. Few inputs are prepared by each thread for itself, which is sooner
- * done than to wait for the others. */
-void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
-        int64_t threads) {
-    const Linear *parts = layer->count ? layer->parts : layer;
-    for (int64_t p = 0, start = 0; p < (layer->count ? layer->count : 1); p++) {
-        if (p && rows * layer->size > SMALL) {          /* the inputs of the part before are in use */
-#pragma omp barrier
-        }
-        (parts[p].format ? multiply_blocks : multiply_part)(
-                parts + p, inputs, out + start, layer->outputs, rows, threads);
-        start += parts[p].outputs;
-    }
-}
-
-/* The same, by threads of its own. */
+/* inputs [rows, size] to out [rows, outputs]. */
 void draftproof_linear(const Linear *layer, const bf16 *inputs /* [rows, layer->size] */,
         bf16 *out /* [rows, layer->outputs] */, int64_t rows, int64_t threads) {
-#pragma omp parallel num_threads(threads) if (rows * layer->size * layer->outputs > PRODUCTS)
-    draftproof_multiply(layer, inputs, out, rows, threads);
+    const Linear *layers = layer->count ? layer->parts : layer;
+    int64_t count = layer->count ? layer->count : 1, numbers = 0, strips = 0;
+    Part parts[count];
+    int64_t rooms[count];
+    for (int64_t p = 0, start = 0; p < count; start += layers[p++].outputs) {
+        parts[p] = (Part){};
+        rooms[p] = numbers;
+        numbers += describe(parts + p, layers + p, inputs, out + start, layer->outputs, rows);
+        strips += parts[p].strips;
+    }
+    float *room = scratch(numbers);
+    for (int64_t p = 0; p < count; p++) {
+        place_inputs(parts + p, room + rooms[p]);
+        share_out(prepare_rows, parts + p, rows, 1 + SMALL / 2 / (layer->size + 1), threads);
+    }
+    Parts of = {parts, count};
+    share_out(multiply_parts, &of, strips, 1 + PIECE / (STRIP * (layer->size + 1)), threads);
 }
 
 /* inputs += silu(layer(inputs)), rounded as operators would; [rows, size]. beside: room for as
@@ -310,24 +315,34 @@ static void pack_record(int64_t format, const uint8_t *const *blocks, uint8_t *r
         memcpy(rest + o * form->rest, blocks[o] + form->last, (size_t)form->rest);
 }
 
+typedef struct {
+    const uint8_t *rows;
+    uint8_t *records;
+    int64_t format, outputs, blocks;
+} Packing;
+
+static void pack_strips(const void *work, int64_t first, int64_t last) {
+    static const uint8_t zeros[256];
+    const Packing *of = work;
+    int64_t bytes = formats[of->format].bytes, blocks = of->blocks;
+    for (int64_t s = first; s < last; s++)
+        for (int64_t b = 0; b < blocks; b++) {
+            const uint8_t *block[STRIP];
+            for (int64_t o = 0; o < STRIP; o++) {
+                int64_t row = s * STRIP + o;
+                block[o] = row < of->outputs ? of->rows + (row * blocks + b) * bytes : zeros;
+            }
+            pack_record(of->format, block, of->records + (s * blocks + b) * bytes * STRIP);
+        }
+}
+
 /* Rows of blocks as in a file to records [outputs / 32, blocks], outputs rounded up with zeros. */
 void draftproof_pack(int64_t format,
         const uint8_t *rows /* [outputs, blocks * block_bytes(format)] */, int64_t outputs,
         int64_t blocks, uint8_t *out /* [(outputs + 31) // 32 * 32, blocks * block_bytes(format)] */,
         int64_t threads) {
-    static const uint8_t zeros[256];
-    const Format *form = formats + format;
-    int64_t strips = (outputs + STRIP - 1) / STRIP;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t s = 0; s < strips; s++)
-        for (int64_t b = 0; b < blocks; b++) {
-            const uint8_t *block[STRIP];
-            for (int64_t o = 0; o < STRIP; o++) {
-                int64_t row = s * STRIP + o;
-                block[o] = row < outputs ? rows + (row * blocks + b) * form->bytes : zeros;
-            }
-            pack_record(format, block, out + (s * blocks + b) * form->bytes * STRIP);
-        }
+    Packing of = {rows, out, format, outputs, blocks};
+    share_out(pack_strips, &of, (outputs + STRIP - 1) / STRIP, 1, threads);
 }
 
 /* Weights of an output of a layer with blocks, from input SPAN * span on: [SPAN], or fewer at the
@@ -348,18 +363,30 @@ static void span_of_row(const Linear *layer, int64_t row, int64_t span, float *o
     }
 }
 
+typedef struct {
+    const Linear *layer;
+    const int64_t *numbers;
+    float *out;
+} Unpacking;
+
+static void unpack_rows(const void *work, int64_t first, int64_t last) {
+    const Unpacking *of = work;
+    const Linear *layer = of->layer;
+    int64_t size = layer->size, spans = (layer->padded + SPAN - 1) / SPAN;
+    for (int64_t n = first; n < last; n++) {
+        int64_t row = of->numbers[n], most = layer->outputs - 1;
+        row = row < 0 ? 0 : row < most ? row : most;
+        for (int64_t span = 0; span < spans; span++)
+            span_of_row(layer, row, span, of->out + n * size + span * SPAN);
+    }
+}
+
 /* Weights of the outputs `numbers` [count] of a layer with blocks, as the format defines them:
  * [count, size]. Of outputs that the layer has not: of the nearest. */
 void draftproof_block_rows(const Linear *layer, const int64_t *numbers /* [count] */, int64_t count,
         float *out /* [count, layer->size] */, int64_t threads) {
-    int64_t size = layer->size, spans = (layer->padded + SPAN - 1) / SPAN;
-#pragma omp parallel for num_threads(threads) if (count > 16)
-    for (int64_t n = 0; n < count; n++) {
-        int64_t row = numbers[n], most = layer->outputs - 1;
-        row = row < 0 ? 0 : row < most ? row : most;
-        for (int64_t span = 0; span < spans; span++)
-            span_of_row(layer, row, span, out + n * size + span * SPAN);
-    }
+    Unpacking of = {layer, numbers, out};
+    share_out(unpack_rows, &of, count, 8, threads);
 }
 
 /* A row of blocks as bfloat16, each number rounded once. It is packed span by span, as the only

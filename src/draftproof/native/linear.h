@@ -10,6 +10,8 @@ enum { BFLOAT16, INT8, KINDS };
 /* Up to MOST rows are multiplied together, a chunk, and up to ROWS rows with weights in the cache.
  */
 enum { MOST = 12, CHUNKS = 8, ROWS = 128 };
+/* Weights, in numbers, that are worth a piece of their own. */
+enum { PIECE = 1 << 16 };
 /* Kernels run over BLOCK words of up to STRIPS strips, which stay in the first cache. */
 enum { BLOCK = 64, STRIPS = 4 };
 

@@ -88,8 +88,6 @@ typedef struct {
 
 void draftproof_attention(const Read *read, const Layer *layer, const bf16 *inner, const Norm *norm,
         void *const *stores, bf16 *out);
-void draftproof_multiply(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
-        int64_t threads);
 void draftproof_linear(const Linear *layer, const bf16 *inputs, bf16 *out, int64_t rows,
         int64_t threads);
 void draftproof_embed(const Embeddings *table, const int64_t *tokens, int64_t count, bf16 *out);

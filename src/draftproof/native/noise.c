@@ -52,23 +52,35 @@ static inline lanes logarithm(lanes x) {
     return (m + y) + n * 0x1.63p-1f;
 }
 
+typedef struct {
+    const int32_t *streams;
+    float *out;
+    int64_t vocab, blocks;                      /* of LANES tokens */
+} Noise;
+
+/* Blocks, counted through all rows. */
+static void noisy(const void *work, int64_t first, int64_t last) {
+    const Noise *of = work;
+    words steps;
+    for (int l = 0; l < LANES; l++) steps[l] = (uint32_t)l * 0x9E3779B9u;
+    for (int64_t i = first; i < last; i++) {
+        int64_t r = i / of->blocks, at = i % of->blocks * LANES, left_over = of->vocab - at;
+        const uint32_t *stream = (const uint32_t *)of->streams + 2 * r;
+        words x = stream[0] ^ (steps + (uint32_t)at * 0x9E3779B9u);
+        x = all_mixed(all_mixed(x) + stream[1]);
+        lanes u = (__builtin_convertvector((bits)(x & 0x7FFFFFFFu), lanes) + 0.5f) * 0x1p-31f;
+        u = -larger(-u, (lanes){} - (1 - 0x1p-24f));
+        /* 1 - u is left + lost */
+        lanes left = 1.0f - u, lost = (1.0f - left) - u;
+        lanes wait = -(logarithm(left) + lost), noise = -logarithm(wait);
+        int64_t some = left_over < LANES ? left_over : LANES;
+        memcpy(of->out + r * of->vocab + at, &noise, (size_t)some * sizeof(float));
+    }
+}
+
 /* Standard Gumbel noise, one per token, of streams. The uniform has 31 bits near 0. */
 void draftproof_gumbel(const int32_t *streams /* [rows, 2] */, float *out /* [rows, vocab] */,
         int64_t rows, int64_t vocab, int64_t threads) {
-    int64_t blocks = (vocab + LANES - 1) / LANES;
-    words steps;
-    for (int l = 0; l < LANES; l++) steps[l] = (uint32_t)l * 0x9E3779B9u;
-#pragma omp parallel for num_threads(threads) collapse(2) if (rows * vocab > SMALL)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t b = 0; b < blocks; b++) {
-            words x = (uint32_t)streams[2 * r] ^ (steps + (uint32_t)(b * LANES) * 0x9E3779B9u);
-            x = all_mixed(all_mixed(x) + (uint32_t)streams[2 * r + 1]);
-            lanes u = (__builtin_convertvector((bits)(x & 0x7FFFFFFFu), lanes) + 0.5f) * 0x1p-31f;
-            u = -larger(-u, (lanes){} - (1 - 0x1p-24f));
-            /* 1 - u is left + lost */
-            lanes left = 1.0f - u, lost = (1.0f - left) - u;
-            lanes wait = -(logarithm(left) + lost), noise = -logarithm(wait);
-            int64_t at = b * LANES, some = vocab - at < LANES ? vocab - at : LANES;
-            memcpy(out + r * vocab + at, &noise, (size_t)some * sizeof(float));
-        }
+    Noise of = {streams, out, vocab, (vocab + LANES - 1) / LANES};
+    share_out(noisy, &of, rows * of.blocks, SMALL / LANES / 2, threads);
 }

@@ -214,25 +214,42 @@ static void quantize_row(int64_t format, const float *row, int64_t size, uint8_t
     }
 }
 
+/* Rows of weights [., size], in single precision or in bfloat16, and their blocks. */
+typedef struct {
+    const float *weights;
+    const bf16 *halves;
+    uint8_t *blocks;
+    int64_t format, size, stride;
+} Rows;
+
+/* Weights in bfloat16 are never held in single precision but for a row. */
+static void quantize_rows(const void *work, int64_t first, int64_t last) {
+    const Rows *of = work;
+    for (int64_t r = first; r < last; r++) {
+        const float *row = of->weights + r * of->size;
+        if (of->halves) {
+            float *wider = scratch(of->size);
+            for (int64_t i = 0; i < of->size; i++) wider[i] = widen(of->halves[r * of->size + i]);
+            row = wider;
+        }
+        quantize_row(of->format, row, of->size, of->blocks + r * of->stride);
+    }
+}
+
 /* Rows of weights, `size` a multiple of the format's block, to blocks as in a GGUF file. */
 void draftproof_quantize(int64_t format, const float *weights /* [rows, size] */, int64_t rows,
         int64_t size, uint8_t *blocks /* [rows, quantized_bytes(format, size)] */,
         int64_t threads) {
-    int64_t stride = size / inputs_of[format] * bytes_of[format];
-#pragma omp parallel for num_threads(threads)
-    for (int64_t r = 0; r < rows; r++)
-        quantize_row(format, weights + r * size, size, blocks + r * stride);
+    Rows of = {.weights = weights, .blocks = blocks, .format = format, .size = size,
+        .stride = size / inputs_of[format] * bytes_of[format]};
+    share_out(quantize_rows, &of, rows, 1, threads);
 }
 
-/* The same, of weights in bfloat16, which are never held in single precision but for a row. */
+/* The same, of weights in bfloat16. */
 void draftproof_quantize_bf16(int64_t format, const bf16 *weights /* [rows, size] */, int64_t rows,
         int64_t size, uint8_t *blocks /* [rows, quantized_bytes(format, size)] */,
         int64_t threads) {
-    int64_t stride = size / inputs_of[format] * bytes_of[format];
-#pragma omp parallel for num_threads(threads)
-    for (int64_t r = 0; r < rows; r++) {
-        float *row = scratch(size);
-        for (int64_t i = 0; i < size; i++) row[i] = widen(weights[r * size + i]);
-        quantize_row(format, row, size, blocks + r * stride);
-    }
+    Rows of = {.halves = weights, .blocks = blocks, .format = format, .size = size,
+        .stride = size / inputs_of[format] * bytes_of[format]};
+    share_out(quantize_rows, &of, rows, 1, threads);
 }

@@ -11,7 +11,6 @@ from functools import partial
 from draftproof.engine.background import Background
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput, Unavailable
-from draftproof.native.kernels import release_workers
 from draftproof.requests.request import Request, Update
 from draftproof.server.metrics import Metrics
 
@@ -25,7 +24,6 @@ class Worker:
         self.background = Background(self._deliver)
         self.loop: asyncio.AbstractEventLoop | None = None
         self._news = list[tuple[Listener, Update]]()
-        release_workers()
 
     def tell(self, listener: Listener, update: Update) -> None:
         """Keep an update for the listener, which receives it after the step."""
