@@ -62,7 +62,7 @@ def test_every_user_mistake_is_one_sentence(
 def test_a_port_in_use_is_one_sentence(refused: Call, target: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        refused("serve", target, "--port", port, words=["nothing can listen", port, "--port"])
+        refused("serve", target, "--port", port, words=["cannot listen", port, "--port"])
 
 
 @pytest.mark.parametrize("name", ["org/no-such-model", "nowhere"])

@@ -75,8 +75,8 @@ def world(luck: Luck | float, draft: float, **more: object) -> World:
 
 def runs(luck: Luck | float, draft: float, tokens: int) -> float:
     """Plain steps per token on a busy machine; the mean of some seeds."""
-    worlds = (world(luck, draft, noise=busy, seed=1000 * seed) for seed in range(6))
-    return statistics.mean(one.run(Adaptive(8), tokens).per_token for one in worlds)
+    branches = (world(luck, draft, noise=busy, seed=1000 * seed) for seed in range(6))
+    return statistics.mean(one.run(Adaptive(8), tokens).per_token for one in branches)
 
 
 @pytest.mark.parametrize("draft", (0.02, 0.1, 0.25, 1.0))

@@ -88,7 +88,7 @@ def test_a_gaudi_is_asked_by_its_own_names(
         "call", "mark_step", "synchronize", "record", "call", "recorded", "replay"
     ]
     with pytest.raises(BadInput, match="float64"):
-        found.must_compute(torch.float64)
+        found.check_dtype(torch.float64)
     for dtype in (torch.bfloat16, torch.float16):
         assert found.dtype_for(dtype) == torch.bfloat16
 
@@ -106,7 +106,7 @@ def test_the_cpu_answers_every_verb() -> None:
     assert CPU.widest == torch.float64
     CPU.flush()
     CPU.synchronize()
-    CPU.must_compute(torch.float64)
+    CPU.check_dtype(torch.float64)
     free, total = CPU.memory()
     assert 0 < free <= total and CPU.name
     assert CPU.dtype_for(torch.float32) == torch.float32

@@ -11,14 +11,14 @@ from tiny import fresh
 
 from draftproof.errors import BadInput
 from draftproof.model.target import Target
-from draftproof.plan.machine import LIGHT, PRESETS, Machine, Size, Timed, read_machine
+from draftproof.plan.machine import LIGHT, PRESETS, Machine, RoundTiming, Size, read_machine
 from draftproof.plan.planner import size_of
 from draftproof.weights.packed_linear import pack_linears
 
-TIMED = tuple(Timed("", False, rows, nodes, float(10 * rows + rows * (1 + nodes)))
+TIMED = tuple(RoundTiming("", False, rows, nodes, float(10 * rows + rows * (1 + nodes)))
               for rows in (1, 4) for nodes in (0, 2, 8))  # fmt: skip
-DRAFTS = (Timed("draft", False, 1, 0, 1.0), Timed("draft", False, 1, 2, 5.0),
-          Timed(LIGHT, True, 1, 0, 0.0), Timed(LIGHT, True, 1, 4, 8.0))  # fmt: skip
+DRAFTS = (RoundTiming("draft", False, 1, 0, 1.0), RoundTiming("draft", False, 1, 2, 5.0),
+          RoundTiming(LIGHT, True, 1, 0, 0.0), RoundTiming(LIGHT, True, 1, 4, 8.0))  # fmt: skip
 HERE = Machine("here", "model", TIMED + DRAFTS, ((0, 1.0), (10, 2.0)), 0.5, {"draft": 0.25})
 BIG = Size(14e9, 7e9, 1e5)
 
@@ -63,7 +63,8 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    (None, "give a file, or one of"), ("{", "says no machine"), ('{"bandwidth": 1}', "compute"),
+    (None, "give a file, or one of"), ("{", "not a machine description"),
+    ('{"bandwidth": 1}', "compute"),
     (json.dumps(asdict(HERE) | {"model": "other"}), "was timed with other"),
 ])  # fmt: skip
 def test_what_is_no_machine_is_refused(text: str | None, said: str, tmp_path: Path) -> None:

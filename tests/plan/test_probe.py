@@ -10,12 +10,12 @@ from draftproof.core.params import Sampling
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.engine.engine import Engine
 from draftproof.plan import probe as probing
-from draftproof.plan.probe import Noise, by_size, probe, rounds
+from draftproof.plan.probe import RandomDrafter, by_size, probe, rounds
 
 
 def test_sizes_follow_each_other_in_blocks_and_noise_is_never_right() -> None:
     engine, asked = Engine(target()), prompts(2, seed=1)
-    noise, heads = Noise(target().vocab_size), MedusaHead.fresh(target(), num_heads=2)
+    noise, heads = RandomDrafter(target().vocab_size), MedusaHead.fresh(target(), num_heads=2)
     sizes = [[0, 1, 3], [0, 2]]
     found = rounds(engine, [noise, heads.drafter(target())], asked, Sampling(), sizes, 3)
     for blocks, some in zip(found, sizes, strict=True):
@@ -30,9 +30,10 @@ def test_rounds_are_timed_once_all_prompts_are_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("draftproof.engine.prefill.TOGETHER", 1)     # each is read alone
     engine = dp.load("demo", drafter="none")
     asked = [engine.requests.tokens("One day, a dog") for _ in range(3)]
-    (found,) = rounds(engine, [Noise(engine.target.vocab_size)], asked, Sampling(), [[0, 2]], 3)
-    assert [[one.size for one in block] for block in found] == [[n] * 3 for n in (0, 2, 2, 0)]
-    assert all(one.seconds > 0 and one.nodes == one.size for block in found for one in block)
+    noise = RandomDrafter(engine.target.vocab_size)
+    (timings,) = rounds(engine, [noise], asked, Sampling(), [[0, 2]], 3)
+    assert [[one.size for one in block] for block in timings] == [[n] * 3 for n in (0, 2, 2, 0)]
+    assert all(one.seconds > 0 and one.nodes == one.size for block in timings for one in block)
 
 
 def test_a_machine_is_timed_at_every_batch_and_size(monkeypatch: pytest.MonkeyPatch) -> None:

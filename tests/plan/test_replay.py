@@ -24,7 +24,7 @@ from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.budget import Adaptive, Fixed
 from draftproof.engine.engine import Engine
 from draftproof.model.target import Target
-from draftproof.plan.machine import LIGHT, Machine, Timed
+from draftproof.plan.machine import LIGHT, Machine, RoundTiming
 from draftproof.plan.planner import begin_with, learned
 from draftproof.plan.playback import PlayedDraft, PlayedDrafter
 from draftproof.plan.recording import Text, drafts_of, recorded
@@ -32,7 +32,7 @@ from draftproof.plan.replay import replay
 from draftproof.requests.stats import Round
 
 NEW = 24
-ONE = Machine("one", "", tuple(Timed("", False, rows, 0, 1.0) for rows in (1, 2)))
+ONE = Machine("one", "", tuple(RoundTiming("", False, rows, 0, 1.0) for rows in (1, 2)))
 """Where each round takes a second and nothing else takes any."""
 
 
@@ -113,14 +113,15 @@ def test_seconds_are_those_of_reading_drafting_and_what_is_beside() -> None:
     """Where a read token takes a second, texts take their tokens, whenever prompts are read; what a
     drafter without weights costs beside is counted in every round that may draft."""
     texts, engine, played = texts_of(0.0, ()), Engine(target()), Portfolio([TokenRecycling()])
-    read = tuple(Timed("", False, rows, nodes, float(rows * (1 + nodes)))
+    read = tuple(RoundTiming("", False, rows, nodes, float(rows * (1 + nodes)))
                  for rows in (1, 2) for nodes in (0, 1))  # fmt: skip
     slow, tokens = Machine("", "", read, ((0, 0), (1, 1))), sum(len(one.tokens) for one in texts)
     for rows in (1, 3):
         plain = PlayedDrafter(texts, Plain())
         seconds, _ = replay(engine, plain, texts, Fixed(0), slow, rows, "none")
         assert seconds == pytest.approx(tokens - len(texts), abs=1)     # the last is never read
-    timed = tuple(Timed(name, False, 1, 0, each) for name, each in (("", 0), (LIGHT, 9), ("a", 7)))
+    timed = tuple(RoundTiming(name, False, 1, 0, seconds)
+                  for name, seconds in (("", 0), (LIGHT, 9), ("a", 7)))
     for name, each in (("portfolio", 9), ("a", 7)):
         replayed = PlayedDrafter(texts, played)
         seconds, done = replay(engine, replayed, texts, Fixed(2), Machine("", "", timed), 1, name)
@@ -135,7 +136,8 @@ def test_a_budget_hears_the_seconds_of_the_machine_not_of_the_clock() -> None:
             heard.append(done.seconds)
             super().record(done)
 
-    slow = replace(ONE, timed=(Timed("", False, 1, 0, 100.0), Timed("", False, 1, 4, 500.0)))
+    slow = replace(ONE, timed=(RoundTiming("", False, 1, 0, 100.0),
+                               RoundTiming("", False, 1, 4, 500.0)))
     budget = Hears(4)
     seconds, _ = replay(Engine(target()), PlayedDrafter(texts, PromptLookup()), texts, budget, slow,
                         1, "prompt-lookup")  # fmt: skip

@@ -33,7 +33,7 @@ def test_the_answers_are_those_of_a_plain_search(seed: int) -> None:
 def test_a_thousand_long_stop_strings_cut_the_text_where_the_first_one_begins() -> None:
     stops = [f"{'x' * 900}{number}" for number in range(999)] + ["end"]
 
-    class Letters:
+    class CharTokenizer:
         def push(self, token: int) -> str:
             return chr(token)
 
@@ -44,7 +44,7 @@ def test_a_thousand_long_stop_strings_cut_the_text_where_the_first_one_begins() 
             return ""
 
     params = SamplingParams(Sampling(stop=stops), 0)
-    row = SequenceState([], params, 5000, Letters())  # type: ignore[arg-type]
+    row = SequenceState([], params, 5000, CharTokenizer())  # type: ignore[arg-type]
     text = "x" * 899 + "y the end"
     assert row.extend([ord(letter) for letter in text + "!"], None, ()) == len(text)
     assert (row.text, row.finish_reason) == ("x" * 899 + "y the ", "stop")

@@ -37,8 +37,8 @@ def test_plain_decoding_writes_the_reference_distribution(option: str) -> None:
 def test_drafts_change_nothing(part: int) -> None:
     """Rules, drafts, options, ends: a sample of `prove`'s cases, and all special ones."""
     for case in itertools.islice(cases(every=149), part, None, 4):
-        apart, worlds, wrong = examine(case)
-        assert not wrong and apart < EXACT and worlds, f"{case.name}: {wrong}"
+        apart, branches, wrong = examine(case)
+        assert not wrong and apart < EXACT and branches, f"{case.name}: {wrong}"
 
 
 def test_every_rule_option_end_and_way_is_covered() -> None:
@@ -71,10 +71,10 @@ def test_outcomes_are_enumerated_once_each() -> None:
     second = {0: [0.5, 0.5, 0.0], 1: [0.0, 0.25, 0.75]}
     plans, seen = torch.full((1, 4), -1), {}
     while len(plans):
-        outcomes, worlds = Outcomes(plans), torch.arange(len(plans))
-        first = outcomes.take(worlds, torch.tensor([[0.4, 0.6]]).double().expand(len(plans), -1))
+        outcomes, branches = Outcomes(plans), torch.arange(len(plans))
+        first = outcomes.take(branches, torch.tensor([[0.4, 0.6]]).double().expand(len(plans), -1))
         laws = torch.tensor([second[int(one)] for one in first]).double()
-        twice = torch.cat([worlds, worlds])                     # a copy of a row draws as it does
+        twice = torch.cat([branches, branches])             # a copy of a row draws as it does
         then = outcomes.take(twice, torch.cat([laws, laws]))
         assert torch.equal(then[: len(plans)], then[len(plans) :])
         for one, other, probability in zip(first, then, outcomes.mass.tolist(), strict=False):

@@ -175,7 +175,7 @@ def test_what_a_thread_still_writes_is_read_when_it_is_there(
         write(place, facts)
 
     monkeypatch.setattr(kept.Kept, "write", slowly)
-    with kept.Kept("model", "files", "key").if_slow(wait=False) as facts:
+    with kept.Kept("model", "files", "key").save_if_slow(wait=False) as facts:
         facts["numbers"] = torch.arange(3)
     state = kept.Kept("model", "files", "key").read()
     assert state is not None and torch.equal(state["numbers"], torch.arange(3))

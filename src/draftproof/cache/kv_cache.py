@@ -125,7 +125,7 @@ class KVCache:
         index stays. None: the nodes of a chain, which lie where they belong.
         """
         if nodes is not None:
-            self._bring(nodes)
+            self._compact(nodes)
         self.lengths.add_(count)
         self._reach.longest += self._reach.read if nodes is None else nodes.shape[1]
 
@@ -187,7 +187,7 @@ class KVCache:
         layers = [layer.rows(start, stop) for layer in self.layers]
         return type(self)(layers, self.lengths[start:stop], self.capacity, self._reach)
 
-    def _bring(self, nodes: Tensor) -> None:
+    def _compact(self, nodes: Tensor) -> None:
         """Move nodes [B, D] of the scratch to its front."""
         if self.stores is not None:
             self.stores.keep(nodes, self.lengths)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RETRIES = 2
 """How often Ray repeats rows whose worker died."""
-PORTIONS = 4
+PORTIONS_PER_WORKER = 4
 """Portions per worker, at least: who is slow holds the others up by one."""
 
 
@@ -58,10 +58,10 @@ def outcomes(batch: Batch, lines: Sequence[Line], workers: int) -> Iterator[Outc
     writer = ray.remote(Writer).options(
         num_cpus=1, num_gpus=1 if there.get("GPU") else 0, max_restarts=-1, max_task_retries=RETRIES
     )
-    hired = [writer.remote(batch) for _ in range(workers)]
-    size = max(1, min(batch.window, -(-len(lines) // (PORTIONS * workers))))
+    workers_started = [writer.remote(batch) for _ in range(workers)]
+    size = max(1, min(batch.window, -(-len(lines) // (PORTIONS_PER_WORKER * workers))))
     starts = range(0, len(lines), size)
-    waiting = [hired[turn % workers].complete.remote(lines[start : start + size])
+    waiting = [workers_started[turn % workers].complete.remote(lines[start : start + size])
                for turn, start in enumerate(starts)]
     try:
         while waiting:

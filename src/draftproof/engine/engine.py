@@ -87,7 +87,7 @@ class Engine:
         self.stats = RoundStats()
         if self.budget.most >= target.context:
             count = f"{self.budget.most} draft tokens per round"
-            raise BadInput(f"{count} do not fit a context of {target.context}; draft fewer")
+            raise BadInput(f"{count} exceed the context of {target.context} tokens; draft fewer")
 
     def __repr__(self) -> str:
         target, budget = self.target, self.budget
@@ -356,7 +356,7 @@ class Engine:
         for request in requests:
             scheduler.add(request)
         try:
-            with self.target.group.intact():
+            with self.target.group.raise_on_rank_failure():
                 yield scheduler
         finally:
             scheduler.close()

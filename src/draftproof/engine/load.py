@@ -91,7 +91,7 @@ def build(config: EngineConfig) -> Engine:
     """Load everything a configuration names, and check it against each other."""
     itself, group = _self_draft(config), _group(config)
     doing(f"reading {_shown(config.model)}")
-    with group.intact():
+    with group.raise_on_rank_failure():
         native = native_source(config.model, config)
         if native is not None:
             codec = codec_of(config.tokenizer, config.model, None, config.trust_remote_code)
@@ -159,7 +159,7 @@ def _self_draft(config: EngineConfig) -> partial[SelfDraft] | None:
     quantize = config.quantize_draft if config.quantize_draft != "none" else None
     if kind and quantize and kind != quantize:
         both = f"both {config.drafter} and a draft in {quantize}"
-        raise BadInput(f"{both} were asked for; leave one of them out")
+        raise BadInput(f"{both} were given; leave one of them out")
     return partial(SelfDraft, layers=layers, quantize=kind or quantize, shape=_shape(config.tree))
 
 

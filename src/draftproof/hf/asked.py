@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from draftproof.errors import BadInput
-from draftproof.model.generation_defaults import asked_and_unknown
+from draftproof.model.generation_defaults import unsupported_options
 
 READ_HERE = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
              "cache_position", "token_type_ids", "encoder_outputs", "decoder_attention_mask",
@@ -46,7 +46,7 @@ def refuse(
     """Raise BadInput, by name, for what would change the text, or is asked for and not made."""
     arguments = {name: value for name, value in model_kwargs.items() if value is not None}
     refused = [name for name in NOT_MADE if getattr(config, name, None)]
-    refused += [option for option in asked_and_unknown(config)
+    refused += [option for option in unsupported_options(config)
                 if option.partition("=")[0] not in HONOURED]
     refused += [name for name in arguments if name not in READ_HERE]
     past, states, cache, positions = (

@@ -101,7 +101,7 @@ class Device:
         quick = self.bf16_is_native or (self.kind == "cpu" and kernels() is not None)
         return torch.float32 if stored == torch.bfloat16 and not quick else stored
 
-    def must_compute(self, dtype: torch.dtype) -> None:
+    def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse a dtype that it does not have."""
         if dtype == torch.float64 and self.widest != dtype:
             raise BadInput(

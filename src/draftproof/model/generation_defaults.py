@@ -69,7 +69,7 @@ def default_sampling(model: PreTrainedModel, ignored: str | None = None) -> Samp
     values["banned_words"] = tuple(
         word for word in values["banned_words"] or () if word not in ends
     )
-    rules = [LogitsRule(option, partial(_refuse, option)) for option in asked_and_unknown(config)]
+    rules = [LogitsRule(option, partial(_refuse, option)) for option in unsupported_options(config)]
     rules += [
         LogitsRule(name, partial(_made, name, value), name not in IN_ANY_TEXT)
         for name in RULES if _asks(name, value := getattr(config, name, None))
@@ -78,7 +78,7 @@ def default_sampling(model: PreTrainedModel, ignored: str | None = None) -> Samp
     return Sampling(**options, logits_rules=tuple(rules))
 
 
-def asked_and_unknown(config: GenerationConfig) -> list[str]:
+def unsupported_options(config: GenerationConfig) -> list[str]:
     """What a configuration asks for that is not honoured here, as ``name=value``."""
     names = {*GenerationConfig().to_dict()} - {*UNDERSTOOD, *RULES}
     names -= set() if config.do_sample else WHERE_SAMPLED

@@ -20,7 +20,7 @@ from draftproof.core.messages import Reading
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, UnsupportedModel
 from draftproof.model.device import Device
-from draftproof.model.inspection import CHECK_TREE, CheckedRead
+from draftproof.model.inspection import CHECK_TREE, ReferenceForward
 from draftproof.model.module_target import ModuleTarget
 from draftproof.model.target import Target
 
@@ -44,7 +44,7 @@ def compiled(target: Target, backend: str = "inductor") -> Target:
     other.fast.compile(backend)
     with torch.inference_mode():
         text = torch.arange(10, device=target.device) % target.vocab_size
-        error = CheckedRead.of(target, text, CHECK_TREE, together=True).error(other)
+        error = ReferenceForward.of(target, text, CHECK_TREE, together=True).error(other)
     if not error <= 6 * target.tolerance:
         raise UnsupportedModel(
             f"{target.name} cannot be compiled here, or gives other logits when compiled "

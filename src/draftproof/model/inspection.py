@@ -49,7 +49,7 @@ def inspect(target: ModuleTarget) -> Facts:
     if known is not None:
         facts = replace(facts, **known)
     else:
-        with place.if_slow() as verdict:
+        with place.save_if_slow() as verdict:
             facts = examine(target)
             verdict |= {name: getattr(facts, name)
                         for name in ("reads_trees", "single_steps", "fast", "fused")}
@@ -85,7 +85,7 @@ def examine(target: ModuleTarget) -> Facts:
             "those read with it; load it with llm_int8_threshold=0, or in 4 bits"
         )
     text = target.check_text(10)
-    chain = CheckedRead.of(stock, text, TreeShape.chain(4), together=False)
+    chain = ReferenceForward.of(stock, text, TreeShape.chain(4), together=False)
     on_chain = chain.error(stock)
     if not on_chain <= 6 * tolerance:
         raise UnsupportedModel(
@@ -96,7 +96,7 @@ def examine(target: ModuleTarget) -> Facts:
     if target.has_states:
         single = _reads_single_steps(stock)
         return replace(stock.facts, reads_trees=False, single_steps=single)
-    tree = CheckedRead.of(stock, text, CHECK_TREE, together=True)
+    tree = ReferenceForward.of(stock, text, CHECK_TREE, together=True)
     on_tree = tree.error(stock)
     # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half
     # precision blurs
@@ -111,7 +111,7 @@ def examine(target: ModuleTarget) -> Facts:
     return facts
 
 
-class CheckedRead(NamedTuple):
+class ReferenceForward(NamedTuple):
     """A tree after committed tokens `lead` [1, L], and the model's own logits [N, V] after each
     of its nodes."""
 
@@ -122,7 +122,7 @@ class CheckedRead(NamedTuple):
     @classmethod
     def of(
         cls, target: ModuleTarget, text: Tensor, shape: TreeShape, *, together: bool
-    ) -> CheckedRead:
+    ) -> ReferenceForward:
         """together: read all paths side by side, which is quicker and shows less of what rounding
         does."""
         nodes, lead = len(shape), text[:3]
@@ -143,7 +143,7 @@ class CheckedRead(NamedTuple):
         try:
             target.read(TokenTree.chain(self.lead), cache)
             cache.keep(None, torch.full_like(cache.lengths, self.lead.shape[1]))
-            with target.group.intact():
+            with target.group.raise_on_rank_failure():
                 logits = target.read(self.tree, cache).logits[0].double()
         except FAILURES:
             return float("inf")

@@ -29,7 +29,7 @@ from draftproof.model.names import resolve as resolve
 from draftproof.model.quantized_model import describe, unpacked_checkpoint
 from draftproof.tokenizer.fast_tokenizer import FastTokenizer, gguf_tokenizer
 from draftproof.tokenizer.folder_tokenizer import folder_tokenizer
-from draftproof.weights.disk_cache import came_from
+from draftproof.weights.disk_cache import record_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -76,7 +76,7 @@ def load_model(
                 "peft's merge_and_unload, save that, and name its folder"
             )
         place, wanted = Device.from_name(device), dtype_named(dtype) or "auto"
-        place.must_compute(wanted if isinstance(wanted, torch.dtype) else torch.float32)
+        place.check_dtype(wanted if isinstance(wanted, torch.dtype) else torch.float32)
         if GGUFFile.recognises(name):
             if sharding is not None:
                 raise UnsupportedModel(f"{name} is a GGUF file; only folders are sharded")
@@ -108,7 +108,7 @@ def load_model(
         if dtype is None and loaded.dtype != place.dtype_for(loaded.dtype):
             loaded = loaded.to(place.dtype_for(loaded.dtype))
         loaded = loaded.to(place.where).eval()
-        came_from(loaded, name)
+        record_source(loaded, name)
         return loaded
 
 
@@ -154,7 +154,7 @@ def _load_gguf(name: str, dtype: torch.dtype | str, place: Device) -> PreTrained
         vars(loaded.config).pop("quantization_config", None)
         loaded.config.name_or_path = name
     loaded = loaded.to(place.where).eval()
-    came_from(loaded, name)
+    record_source(loaded, name)
     return loaded
 
 

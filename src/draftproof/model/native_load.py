@@ -76,7 +76,7 @@ class NativeFolder(NamedTuple):
             source.stored_as.update(known["stored_as"])
             source.unpacked_because.update(known["unpacked_because"])
             return self._built(KeptSource(source, known["layers"]))
-        with place.if_slow() as facts:
+        with place.save_if_slow() as facts:
             made = self._built(source)
             facts["stored_as"] = dict(source.stored_as)
             facts["unpacked_because"] = source.unpacked_because

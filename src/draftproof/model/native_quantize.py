@@ -86,7 +86,7 @@ def quantized_and_compared(
     if known is not None:
         kept = KeptSource(packed, known["layers"])
         return NativeModel(settings, kept, dtype=dtype, name=name), Quantization(*known["cost"])
-    with place.if_slow(wait=False) as facts:
+    with place.save_if_slow(wait=False) as facts:
         model = NativeModel(settings, packed, dtype=dtype, name=name)
         cost = _compared(model, source, kind, text)
         facts["cost"] = tuple(cost)

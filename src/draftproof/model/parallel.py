@@ -60,7 +60,7 @@ class ProcessGroup:
         if self.alone:
             return mine
         packed = torch.cat([tensor.reshape(-1).long() for tensor in mine])
-        with self.intact():
+        with self.raise_on_rank_failure():
             dist.broadcast(packed, src=0)
         parts = torch.split(packed, [tensor.numel() for tensor in mine])
         return tuple(
@@ -82,13 +82,13 @@ class ProcessGroup:
                 shared = [make()]
             except (DraftproofError, OSError) as error:
                 shared = [error if isinstance(error, DraftproofError) else BadInput(str(error))]
-        with self.intact():
+        with self.raise_on_rank_failure():
             dist.broadcast_object_list(shared, src=0)
         if isinstance(shared[0], Exception):
             raise shared[0]
         return shared[0]  # type: ignore[return-value]
 
-    def intact(self) -> AbstractContextManager[None]:
+    def raise_on_rank_failure(self) -> AbstractContextManager[None]:
         """Raise RankLost, in one sentence, when another rank goes away inside the block."""
         return nullcontext() if self.alone else self._watched()
 
@@ -148,7 +148,10 @@ def _connect() -> None:
         # reading a part of a large model from a slow disk takes long
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
     except (RuntimeError, ValueError, OSError) as error:
-        raise RankLost(f"the ranks did not meet: {first_line(error)}; start all again") from error
+        raise RankLost(
+            f"the process group could not be initialised: {first_line(error)}; start all ranks "
+            "again"
+        ) from error
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 

@@ -29,7 +29,7 @@ PRESETS = {
 Curve = tuple[tuple[float, float], ...]
 
 
-class Timed(NamedTuple):
+class RoundTiming(NamedTuple):
     """Seconds of rounds of so many rows and drafted nodes per row. drafter: "" for whole rounds,
     else whose draft this is what a round takes longer by."""
 
@@ -59,7 +59,7 @@ class Machine:
 
     name: str
     model: str
-    timed: tuple[Timed, ...]
+    timed: tuple[RoundTiming, ...]
     prompts: Curve = ((0, 0.0), (1, 0.0))
     per_context: float = 0.0
     per_unread: Mapping[str, float] = field(default_factory=dict)
@@ -72,16 +72,17 @@ class Machine:
         rows that were timed, as many tokens in all take about as long."""
         tokens, more = rows * (1 + nodes), self.per_context * rows * context
         curves = self._curves("", sampled)
-        by_rows = tuple((count, along(curve, tokens / count - 1)) for count, curve in curves)
-        return max(0.0, along(by_rows, rows) + more)
+        by_rows = tuple((count, interpolate(curve, tokens / count - 1)) for count, curve in curves)
+        return max(0.0, interpolate(by_rows, rows) + more)
 
     def prompt(self, tokens: int) -> float:
-        return along(self.prompts, max(tokens, self.prompts[0][0]))
+        return interpolate(self.prompts, max(tokens, self.prompts[0][0]))
 
     def draft(self, drafter: str, sampled: bool, rows: float, nodes: float) -> float:
         """What a draft takes; 0 if it was not timed."""
-        by_rows = [(count, along(curve, nodes)) for count, curve in self._curves(drafter, sampled)]
-        return max(0.0, along(by_rows, rows)) if by_rows else 0.0
+        curves = self._curves(drafter, sampled)
+        by_rows = [(count, interpolate(curve, nodes)) for count, curve in curves]
+        return max(0.0, interpolate(by_rows, rows)) if by_rows else 0.0
 
     def times(self, drafter: str) -> bool:
         """Whether its drafts were timed; otherwise they take what they took here."""
@@ -102,7 +103,7 @@ class Machine:
         return tables
 
 
-def along(curve: Sequence[tuple[float, float]], x: float) -> float:
+def interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
     """On the straight line through the nearest points."""
     if len(curve) == 1:
         return curve[0][1]
@@ -127,8 +128,9 @@ def by_figures(
                      for tokens in (1, knee, 2 * knee))  # fmt: skip
 
     prompts = curve(target, OVERHEAD)
-    timed = [Timed("", False, 1, tokens - 1, seconds) for tokens, seconds in prompts]
-    timed += [Timed(draft, False, rows, nodes, nodes * seconds) for draft, size in drafts.items()
+    timed = [RoundTiming("", False, 1, tokens - 1, seconds) for tokens, seconds in prompts]
+    timed += [RoundTiming(draft, False, rows, nodes, nodes * seconds)
+              for draft, size in drafts.items()
               for rows, seconds in curve(size, OVERHEAD / 4)    # steps follow without the host
               for nodes in (0, 1)]  # fmt: skip
     unread = {draft: 2 * size.parameters / compute for draft, size in drafts.items()}
@@ -149,12 +151,14 @@ def read_machine(source: str, model: str, target: Size, drafts: Mapping[str, Siz
         if "timed" not in facts:
             speeds = float(facts["bandwidth"]), float(facts["compute"])
             return by_figures(str(facts.get("name", file.stem)), model, *speeds, target, drafts)
-        timed = tuple(Timed(*row) for row in facts["timed"])
+        timed = tuple(RoundTiming(*row) for row in facts["timed"])
         prompts, noise = tuple(map(tuple, facts["prompts"])), tuple(facts["noise"])
         machine = Machine(**facts | {"timed": timed, "prompts": prompts, "noise": noise})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         wanted = 'what plan --json wrote, or {"bandwidth": bytes/s, "compute": operations/s}'
-        raise BadInput(f"{file} says no machine ({error}); it must hold {wanted}") from error
+        raise BadInput(
+            f"{file} is not a machine description ({error}); it must hold {wanted}"
+        ) from error
     if machine.model != model:
         raise BadInput(f"{file} was timed with {machine.model}, not with {model}; time it there, "
                        "or give the machine's bandwidth and compute")  # fmt: skip

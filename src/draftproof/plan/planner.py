@@ -23,7 +23,7 @@ from draftproof.errors import BadInput
 from draftproof.model.target import Target
 from draftproof.plan.machine import LIGHT, Machine, Size, read_machine
 from draftproof.plan.playback import Playback, PlayedDraft, PlayedDrafter
-from draftproof.plan.probe import Noise, probe
+from draftproof.plan.probe import RandomDrafter, probe
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import replay
 from draftproof.requests.stats import RoundStats
@@ -207,7 +207,7 @@ class Planner:
         timed = {name: drafter for name, drafter in self.drafters.items() if not is_light(name)}
         if light := [drafter for name, drafter in self.drafters.items() if name not in timed]:
             top = max(drafter.wants_top for drafter in light)
-            timed[LIGHT] = Noise(target.vocab_size, silent=True, top=top)
+            timed[LIGHT] = RandomDrafter(target.vocab_size, silent=True, top=top)
             timed[LIGHT].default_budget = most
         return probe(self.plain, prompts, config.batches, config.temperatures, presets(most), timed,
                      self.progress)

@@ -23,7 +23,7 @@ from draftproof.core.tree import TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.engine.budget import Budget
 from draftproof.engine.engine import Engine
-from draftproof.plan.machine import Curve, Machine, Timed, along
+from draftproof.plan.machine import Curve, Machine, RoundTiming, interpolate
 from draftproof.requests.stats import Round, State
 
 TIMES, SECONDS, MOST, LONG, STALL = 5, 0.1, 24, 512, 1.5
@@ -32,7 +32,7 @@ so often; tokens of the long prompt; a round that takes longer than so many usua
 so long: something else ran."""
 
 
-class Noise(Drafter):
+class RandomDrafter(Drafter):
     """Chains of tokens that nobody would choose; they cost nothing. silent: it may, and does not.
     top: the successors it wants of each node.
     """
@@ -51,7 +51,7 @@ class Noise(Drafter):
         return TokenTree.chain(torch.cat([root, tokens], 1))
 
 
-class Turns(Budget):
+class RoundRobin(Budget):
     """Sizes that take turns, once there are so many rows."""
 
     def __init__(self, sizes: Sequence[int], rows: int) -> None:
@@ -80,7 +80,7 @@ def run(
     sizes: Sequence[int],
 ) -> Iterator[Seen]:  # fmt: skip
     """Rounds of these sizes, the last first, of all prompts side by side."""
-    budget, count = Turns(sizes, len(prompts)), len(prompts)
+    budget, count = RoundRobin(sizes, len(prompts)), len(prompts)
     running, drafting, drafted = Engine(engine.target, drafter, budget=budget), 0.0, 0
     most = sum(sizes) + len(sizes) + count + 2
     limit = min(engine.target.context - max(map(len, prompts)), most)
@@ -151,13 +151,13 @@ def probe(
 ) -> Machine:  # fmt: skip
     """engine: plain. texts: prompts. models: drafters whose drafts are timed: what a round takes
     beyond one that reads as many nodes without them."""
-    drafters = [Noise(engine.target.vocab_size), *models.values()]
+    drafters = [RandomDrafter(engine.target.vocab_size), *models.values()]
     few = [sorted({0, *sizes})]
     for most in (model.default_budget for model in models.values()):
         few.append(sorted({0, 1, min(2, most), (most + 1) // 2, most}))
     progress("timing prompts and long texts")
     prompts, slope = _prompts(engine, drafters[0], texts)
-    timed, unread, noise = list[Timed](), dict[str, float](), list[float]()
+    timed, unread, noise = list[RoundTiming](), dict[str, float](), list[float]()
     for sampled in sorted({temperature > 0 for temperature in temperatures}):
         sampling = replace(engine.sampling, temperature=max(temperatures) if sampled else 0.0)
         for rows in sorted({1, *batches, *(-(-count // 2) for count in batches)}):
@@ -168,13 +168,13 @@ def probe(
             blocks, *others = rounds(engine, drafters, batch, sampling, few, times)
             seen = by_size(blocks, slope * rows)
             curve = smoothed(seen)
-            timed += [Timed("", sampled, rows, size, seconds) for size, seconds in curve]
+            timed += [RoundTiming("", sampled, rows, size, seconds) for size, seconds in curve]
             noise += [min(STALL, step.seconds / usual(steps))
                       for steps in seen.values() for step in steps]  # fmt: skip
             for name, drafter_blocks in zip(models, others, strict=True):
                 for size, steps in by_size(drafter_blocks, slope * rows).items():
-                    spent = usual(steps) - along(curve, fmean(step.nodes for step in steps))
-                    timed.append(Timed(name, sampled, rows, size, max(0.0, spent)))
+                    spent = usual(steps) - interpolate(curve, fmean(step.nodes for step in steps))
+                    timed.append(RoundTiming(name, sampled, rows, size, max(0.0, spent)))
                 catching, *rest = (step.drafting for step in drafter_blocks[1])
                 tokens = sum(map(len, batch)) + rows * len(drafter_blocks[0])
                 unread[name] = max(0.0, catching - median(rest)) / tokens

@@ -75,7 +75,7 @@ class RecordedChoices(Sampler):
 
 
 @dataclass
-class Virtual(Budget):
+class SimulatedClock(Budget):
     """Passes on what `inner` chooses, and tells it the seconds a machine would have taken.
 
     total: seconds of all prompts and rounds. seed: of the noise in what `inner` records. usual:
@@ -143,7 +143,7 @@ def replay(
 
     seed: of the noise in the seconds that the budget records."""
     sampled, target = texts[0].sampling.temperature > 0, Recorded(engine.target)
-    virtual = Virtual(budget, machine, target, drafter, name, sampled, seed)
+    virtual = SimulatedClock(budget, machine, target, drafter, name, sampled, seed)
     samplings = [replace(text.sampling, max_new_tokens=len(text.tokens) - text.prompt, stop=(),
                          stop_tokens=()) for text in texts]  # fmt: skip
 

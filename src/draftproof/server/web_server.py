@@ -180,7 +180,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     except OSError as error:
         listener.close()
         why = f"{error.strerror or error}; choose another --port or --host"
-        raise BadInput(f"nothing can listen at {host}:{port}: {why}") from error
+        raise BadInput(f"cannot listen at {host}:{port}: {why}") from error
     name = f"[{host}]" if ":" in host else host
     return listener, f"http://{name}:{listener.getsockname()[1]}/"
 

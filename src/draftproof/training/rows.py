@@ -65,13 +65,13 @@ class Rows:
         return len(self.rows)
 
     @property
-    def learnt(self) -> Tensor:
+    def loss_token_ids(self) -> Tensor:
         """The tokens in the loss, of all rows."""
         return torch.cat([row[mask] for row, mask in self.rows])
 
     def most_common(self, count: int) -> Tensor:
         """The tokens that are in the loss most often, at most `count`, rising."""
-        counts = torch.bincount(self.learnt)
+        counts = torch.bincount(self.loss_token_ids)
         best = counts.argsort(descending=True, stable=True)[:count]
         return best[counts[best] > 0].sort().values
 

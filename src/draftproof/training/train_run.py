@@ -131,12 +131,14 @@ class _Run:
         if few is not None and few < self.target.vocab_size:
             common = self.train.most_common(few)
             self.head.limit_vocabulary(common, self.target)
-            share = float(torch.isin(self.held_out.learnt, common).float().mean())
+            share = float(torch.isin(self.held_out.loss_token_ids, common).float().mean())
             known = f"{len(common):,} tokens are drafted"
             self.callback.note(f"{known}: {share:.1%} of the held-out text")
         self.documents = sum(map(len, parts))
-        self.callback.note(f"{len(self.train):,} rows, {len(self.train.learnt):,} tokens to learn; "
-                           f"{len(self.held_out):,} rows held out")
+        self.callback.note(
+            f"{len(self.train):,} rows, {len(self.train.loss_token_ids):,} tokens to learn; "
+            f"{len(self.held_out):,} rows held out"
+        )
 
     def _each(
         self, part: Sequence[Document], make: Callable[[Document], T]
@@ -222,7 +224,8 @@ class _Run:
         record = {
             "settings": last.settings, "base_model": self.target.name, "documents": self.documents,
             "steps": sum(stage.steps for stage in stages), "rows": len(self.train),
-            "tokens": sum(stage.tokens for stage in stages), "counted": len(self.train.learnt),
+            "tokens": sum(stage.tokens for stage in stages),
+            "counted": len(self.train.loss_token_ids),
             "pairs": bigrams, "training_seconds": round(sum(stage.seconds for stage in stages), 1),
             "held_out": last.evaluation, "held_out_rows": len(self.held_out),
             "machine": Device(self.target.device).name,

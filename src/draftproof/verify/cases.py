@@ -57,7 +57,7 @@ def logits_after(target: Target, text: tuple[int, ...]) -> list[float]:
     return logits
 
 
-class Letters(Codec):
+class CharTokenizer(Codec):
     """A tokenizer for the toys. One shows only with the token after it, like half a
     character, or one is special and never shown."""
 
@@ -65,7 +65,7 @@ class Letters(Codec):
         self.alphabet, self.late = alphabet, ""
 
     def stream(self, prompt: Sequence[int]) -> Any:
-        return Letters(self.alphabet)
+        return CharTokenizer(self.alphabet)
 
     def push(self, token: int) -> str:
         if token == self.alphabet.special:
@@ -138,8 +138,9 @@ class Case:
             for ask, seed in zip(self.asks, seeds, strict=True)
         ]
         engine = Engine(
-            self.target, self.setup.draft(), codec=Letters(self.alphabet), acceptance=self.rule,
-            budget=self.budget(self.setup.most), shapes=self.shapes, sampler=sampler,
+            self.target, self.setup.draft(), codec=CharTokenizer(self.alphabet),
+            acceptance=self.rule, budget=self.budget(self.setup.most), shapes=self.shapes,
+            sampler=sampler,
         )
         prompts = [list(ask.prompt) for ask in self.asks]
         return engine.generate(prompts, sampling=sampling, n=n, batch_size=batch_size)

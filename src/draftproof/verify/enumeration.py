@@ -30,10 +30,10 @@ Distribution = dict[End, float]
 
 
 class Outcomes:
-    """The draws of many worlds side by side: each follows its plan, then the likeliest outcome.
+    """The draws of many branches side by side: each follows its plan, then the likeliest outcome.
 
-    plans: [W, DRAWS] outcomes decided, -1 beyond. mass: [W] what a world's outcomes cost. others:
-    worlds, and plans of outcomes they did not take beyond their own: all else that can happen.
+    plans: [W, DRAWS] outcomes decided, -1 beyond. mass: [W] what a branch's outcomes cost. others:
+    branches, and plans of outcomes they did not take beyond their own: all else that can happen.
     """
 
     def __init__(self, plans: Tensor) -> None:
@@ -41,31 +41,31 @@ class Outcomes:
         self.mass = torch.ones(len(plans), dtype=torch.float64)
         self.others: list[tuple[Tensor, Tensor]] = []
 
-    def take(self, worlds: Tensor, probs: Tensor) -> Tensor:
-        """[B] one outcome per row of `probs` [B, K] for the `worlds` [B]; equal ones draw once."""
-        once, copies = torch.unique(worlds, return_inverse=True)
-        first = torch.full_like(once, len(worlds))
-        first.scatter_reduce_(0, copies, torch.arange(len(worlds)), "amin")
+    def take(self, branches: Tensor, probs: Tensor) -> Tensor:
+        """[B] one outcome per row of `probs` [B, K] for `branches` [B]; equal ones draw once."""
+        once, copies = torch.unique(branches, return_inverse=True)
+        first = torch.full_like(once, len(branches))
+        first.scatter_reduce_(0, copies, torch.arange(len(branches)), "amin")
         return self._take(once, probs[first])[copies]
 
-    def _take(self, worlds: Tensor, probs: Tensor) -> Tensor:
-        draw, rows = self.drawn[worlds], torch.arange(len(probs))
-        planned = self.plans[worlds, draw]
+    def _take(self, branches: Tensor, probs: Tensor) -> Tensor:
+        draw, rows = self.drawn[branches], torch.arange(len(probs))
+        planned = self.plans[branches, draw]
         taken = torch.where(planned < 0, probs.argmax(-1), planned)
         left = (probs > 0) & (planned < 0)[:, None]
         left[rows, taken] = False
         row, other = left.nonzero(as_tuple=True)
-        plans = self.plans[worlds[row]]
+        plans = self.plans[branches[row]]
         plans[torch.arange(len(row)), draw[row]] = other
-        self.others.append((worlds[row], plans))
-        self.plans[worlds, draw] = taken
-        self.drawn[worlds] += 1
-        self.mass[worlds] *= probs[rows, taken]
+        self.others.append((branches[row], plans))
+        self.plans[branches, draw] = taken
+        self.drawn[branches] += 1
+        self.mass[branches] *= probs[rows, taken]
         return taken
 
 
 def _ordered(
-    outcomes: Outcomes, worlds: Tensor, sampler: Sampler, logits: Tensor, paths: Paths,
+    outcomes: Outcomes, branches: Tensor, sampler: Sampler, logits: Tensor, paths: Paths,
     children: int,
 ) -> Tensor:  # fmt: skip
     """[B, N, V] scores whose highest are the tokens that come, in the order they are drawn."""
@@ -80,7 +80,7 @@ def _ordered(
             none = best == NO_TOKEN
             sure = one_hot(best.clamp(min=0), left.shape[1]).double()
             probs = torch.where((greedy[rows] | none)[:, None], sure, left.double().softmax(-1))
-            taken = outcomes.take(worlds[rows], probs)
+            taken = outcomes.take(branches[rows], probs)
             before = order[rows, node, taken]
             rank_left = before.new_tensor(children - rank)
             order[rows, node, taken] = torch.where(none, before, rank_left)
@@ -95,14 +95,14 @@ def decided(case: Case, outcomes: Outcomes, samples: int) -> type[Sampler]:
     children, and so many draws, as the case's fan says for its depth.
     """
 
-    class Decided(Sampler):
+    class EnumeratedSampler(Sampler):
         @property
-        def worlds(self) -> Tensor:
+        def branches(self) -> Tensor:
             rows = [row.sampling.seed * samples + row.sample for row in self.rows]
             return torch.tensor(rows, dtype=torch.int64)
 
         def ordered(self, logits: Tensor, paths: Paths, children: int) -> Tensor:
-            return _ordered(outcomes, self.worlds, self, logits, paths, children)
+            return _ordered(outcomes, self.branches, self, logits, paths, children)
 
         def sample(self, logits: Tensor, paths: Paths) -> Tensor:
             return argmax_token(self.ordered(logits, paths, 1))
@@ -115,34 +115,34 @@ def decided(case: Case, outcomes: Outcomes, samples: int) -> type[Sampler]:
             return self.ordered(logits, paths, case.setup.fan[depth])
 
         def chance(self, prefix: Prefix) -> Chance:
-            return DecidedChance(outcomes, self.worlds)
+            return DecidedChance(outcomes, self.branches)
 
-    return Decided
+    return EnumeratedSampler
 
 
 class DecidedChance:
     """The coins and draws of a rule, from `outcomes`."""
 
-    def __init__(self, outcomes: Outcomes, worlds: Tensor) -> None:
-        self.outcomes, self.worlds = outcomes, worlds
+    def __init__(self, outcomes: Outcomes, branches: Tensor) -> None:
+        self.outcomes, self.branches = outcomes, branches
 
     def flip(self, probability: Tensor, node: int) -> Tensor:
         heads = probability.double().nan_to_num(0.0).clamp(0, 1)    # u < NaN is never true
-        return self.outcomes.take(self.worlds, torch.stack([1 - heads, heads], -1)) == 1
+        return self.outcomes.take(self.branches, torch.stack([1 - heads, heads], -1)) == 1
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
         weights = weights.double()
         broken = weights.isnan().any(-1) | (weights < 0).any(-1) | ~(weights.sum(-1) > 0)
         sure = one_hot(torch.zeros_like(depth), weights.shape[1]).double()
         probs = torch.where(broken[:, None], sure, weights / weights.sum(-1, keepdim=True))
-        return torch.where(broken, NO_TOKEN, self.outcomes.take(self.worlds, probs))
+        return torch.where(broken, NO_TOKEN, self.outcomes.take(self.branches, probs))
 
 
 class Enumerated(NamedTuple):
     """Each request's distribution, outcomes enumerated, and statistics that do not add up."""
 
     distributions: list[Distribution]
-    worlds: int
+    branches: int
     wrong: str = ""
 
 
@@ -150,7 +150,7 @@ def enumerate_texts(case: Case) -> Enumerated:
     """Run a case through every outcome there is."""
     distributions: list[Distribution] = [defaultdict(float) for _ in case.asks]
     waiting = [torch.full((1, DRAWS), -1, dtype=torch.int64) for _ in case.asks]
-    worlds = 0
+    branches = 0
     while any(map(len, waiting)):
         now = [plans[: WORLDS // len(waiting)] for plans in waiting]
         samples = max(map(len, now))
@@ -168,13 +168,13 @@ def enumerate_texts(case: Case) -> Enumerated:
             distributions[done.prompt][end] += probability
             if probability > 0 and not _counts_right(case, done):
                 wrong = f"{len(done.tokens)} tokens were written, and the statistics: {done.stats}"
-                return Enumerated(distributions, worlds, wrong)
+                return Enumerated(distributions, branches, wrong)
         which, others = (torch.cat(part) for part in zip(*outcomes.others, strict=True))
         for owner, draws in enumerate(now):
             theirs = (which // samples == owner) & (which % samples < len(draws))
             waiting[owner] = torch.cat([waiting[owner][len(draws) :], others[theirs]])
-        worlds += sum(map(len, now))
-    return Enumerated(distributions, worlds)
+        branches += sum(map(len, now))
+    return Enumerated(distributions, branches)
 
 
 def _counts_right(case: Case, done: Completion) -> bool:

@@ -30,7 +30,7 @@ from draftproof.verify.cases import (
     TARGET,
     Ask,
     Case,
-    Letters,
+    CharTokenizer,
     cases,
     logits_after,
     one_thread,
@@ -51,11 +51,11 @@ def examine(case: Case, wanted: Sequence[Distribution] | None = None) -> tuple[f
         wanted = enumerate_texts(case.plain()).distributions if wanted is None else wanted
         result = enumerate_texts(case)
     if result.wrong:
-        return 1.0, result.worlds, result.wrong
+        return 1.0, result.branches, result.wrong
     pairs = zip(result.distributions, wanted, strict=True)
     apart = max(distance(ours, theirs) for ours, theirs in pairs)
     wrong = "" if apart < EXACT else f"total variation {apart:.2g} to what is right"     # NaN too
-    return apart, result.worlds, wrong
+    return apart, result.branches, wrong
 
 
 def wrong_draft_probs(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
@@ -95,13 +95,13 @@ def prove_distribution(
     failures = [f"plain decoding is not the model's own: {wrong}"] if wrong else []
     checked = list(plain_cases(quick))
     for case in checked:
-        apart, worlds, wrong = examine(case, by_reference(case))
-        worst, outcomes = max(worst, apart), outcomes + worlds
+        apart, branches, wrong = examine(case, by_reference(case))
+        worst, outcomes = max(worst, apart), outcomes + branches
         failures += [f"{case.name}: {wrong}"] if wrong else []
     for done, case in enumerate(chosen):
         tick(done / len(chosen), case.name)
-        apart, worlds, wrong = examine(case)
-        worst, outcomes = max(worst, apart), outcomes + worlds
+        apart, branches, wrong = examine(case)
+        worst, outcomes = max(worst, apart), outcomes + branches
         failures += [f"{case.name}: {wrong}"] if wrong else []
     planted = {
         name: examine(Case(name, weighing(rule), SETUPS["chain"], [FREE]))[0]
@@ -151,7 +151,7 @@ def product_of_softmaxes(ask: Ask) -> Distribution:
     for text in itertools.product(range(3), repeat=ask.limit):
         places = range(ask.limit)
         logits = [logits_after(TARGET, (*ask.prompt, *text[:place])) for place in places]
-        probs, letters = torch.tensor(logits, dtype=torch.float64).softmax(-1), Letters()
+        probs, letters = torch.tensor(logits, dtype=torch.float64).softmax(-1), CharTokenizer()
         shown = "".join(letters.push(token) for token in text) + letters.finish()
         distribution[text, shown, "length"] = float(probs[places, text].prod())
     return distribution

@@ -129,7 +129,7 @@ class Kept:
                 part.unlink(missing_ok=True)
 
     @contextmanager
-    def if_slow(self, *, wait: bool = True) -> Iterator[dict[str, object]]:
+    def save_if_slow(self, *, wait: bool = True) -> Iterator[dict[str, object]]:
         """A dict to be filled; kept if that took long.
 
         Args:
@@ -148,7 +148,7 @@ class Kept:
             writer.start()
 
 
-def came_from(model: nn.Module, name: str) -> None:
+def record_source(model: nn.Module, name: str) -> None:
     """Remember the files that a model was just loaded from."""
     setattr(model, _SOURCE, (*_files(name), Snapshot.of(model)))
 

@@ -125,7 +125,7 @@ def quantized_and_compared(
         ready = {name: QuantizedLinear.restored(state) for name, state in known["layers"].items()}
         made = quantized(model, kind, give_up=give_up, ready=ready)
         return made, Quantization(*known["cost"])
-    with place.if_slow() as facts:
+    with place.save_if_slow() as facts:
         before, truth = weight_bytes(model), _log_probs(model, text)
         made = quantized(model, kind, give_up=give_up)
         after, log_probs = weight_bytes(made), _log_probs(made, text)
