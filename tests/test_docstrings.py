@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -52,6 +53,19 @@ def test_a_docstring_names_exactly_the_parameters(name: str) -> None:
     if inherited and described is None:
         return
     assert function.__doc__ and described == (parameters or None)
+
+
+@pytest.mark.parametrize("name", [
+    name for name in dp.__all__
+    if inspect.isclass(kind := getattr(dp, name)) and not is_dataclass(kind)
+    and inspect.isfunction(vars(kind).get("__init__")) and not issubclass(kind, dp.Budget)
+])  # fmt: skip
+def test_a_constructor_is_described_in_its_class(name: str) -> None:
+    """By the class, or by `__init__` itself."""
+    kind = getattr(dp, name)
+    parameters = list(inspect.signature(kind.__init__).parameters)[1:]
+    texts = [inspect.cleandoc(text or "") for text in (kind.__doc__, kind.__init__.__doc__)]
+    assert (parameters or None) in [documented(text) for text in texts]
 
 
 def test_names_are_read_from_the_section() -> None:

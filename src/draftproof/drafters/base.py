@@ -199,7 +199,11 @@ class DraftHead(nn.Module, ABC):
     """Weights that predict tokens from the target's hidden states: what training trains.
 
     Step i = 0, 1, ... predicts, from the hidden state of token t, token t + 2 + i; token t + 1 is
-    the target's own. `config` is its form.
+    the target's own.
+
+    Args:
+        config: Its sizes, a dataclass with at least `hidden_size`, `vocab_size`, `share_lm_head`
+            and `draft_vocab_size`.
     """
 
     kind: ClassVar[str]
@@ -279,8 +283,15 @@ H = TypeVar("H", bound=DraftHead)
 class HeadDrafter(Drafter, Generic[H]):
     """Drafts with a head from the target's hidden state of each row's last committed token.
 
-    head: for decoding, in the target's dtype. hidden: [B, H]. Raises DrafterMismatch for a head of
-    another target.
+    Args:
+        head: The weights, which are copied in the target's dtype.
+        vocabulary: The target, which embeds and unembeds.
+
+    Attributes:
+        hidden: [B, H] the last hidden state of each row.
+
+    Raises:
+        DrafterMismatch: The head is for another target.
     """
 
     hidden_layers = (-1,)

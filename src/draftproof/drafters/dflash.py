@@ -57,7 +57,13 @@ MASK_FILE = "mask_embedding.pt"
 
 
 class DFlash(FeatureDrafter):
-    """Drafts a block: each place says at once what its token may be."""
+    """Drafts a block: each place says at once what its token may be (arXiv 2602.06036).
+
+    Args:
+        network: The weights of a published drafter.
+        name: What it is called in reports.
+        tokens: Draft at most so many; None drafts the block that it was trained for.
+    """
 
     network: DFlashNet
 

@@ -60,8 +60,19 @@ class Model(Protocol):
 class DraftModel(Drafter):
     """Drafts with a smaller language model that shares the target's token ids.
 
-    model: the draft, wrapped as a `Target`. vocab_size: of the target; draft logits are padded or
-    cut to it. shape: the tree to draft; None drafts a chain as long as the budget.
+    Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv
+    2302.01318, algorithm 2). `draftproof.load` makes one of `assistant_model`.
+
+    Args:
+        model: The draft model, as a `Target`.
+        vocab_size: Tokens of the target; draft logits are padded or cut to it.
+        shape: The tree to draft; None drafts a chain as long as the budget.
+
+    Raises:
+        DrafterMismatch: A tree is to be drafted, and the draft model reads only chains exactly.
+
+    Example:
+        >>> engine = dp.load("demo", assistant_model="demo-draft")
     """
 
     name = "draft-model"
@@ -245,9 +256,17 @@ class DraftModel(Drafter):
 class SelfDraft(DraftModel):
     """Drafts with the target's own weights; its cache is its own, what is not quantised is shared.
 
-    target: an unquantised target, packed or not, if `quantize` is given. layers: draft with so many
-    of the first layers; None, with all. quantize: "int8" or "int4"; with neither, the target itself
-    drafts. shape: as for `DraftModel`.
+    Draft & Verify (arXiv 2309.08168) leaves out layers, LayerSkip (arXiv 2404.16710) takes the
+    first ones.
+
+    Args:
+        target: The target; unquantised, packed or not, if `quantize` is given.
+        layers: Draft with so many of the first layers; None drafts with all.
+        quantize: "int8" or "int4"; with neither this nor `layers`, the target itself drafts.
+        shape: As for `DraftModel`.
+
+    Example:
+        >>> engine = dp.load(folder, drafter="self-int4")
     """
 
     name = "self-draft"

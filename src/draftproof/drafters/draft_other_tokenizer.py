@@ -59,7 +59,13 @@ class OwnText:
 
 
 class OtherTokenizer(DraftModel):
-    """Drafts with a smaller model whose tokenizer is another. model: the draft as a `Target`."""
+    """Drafts with a smaller model whose tokenizer is another (Timor et al., arXiv 2502.05202).
+
+    Args:
+        model: The draft model, as a `Target`.
+        shared: The tokens that both vocabularies have.
+        shape: As for `DraftModel`.
+    """
 
     name = "draft-model"
     has_kv_cache = False

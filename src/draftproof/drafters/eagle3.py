@@ -45,7 +45,12 @@ MASKS = 8
 
 
 class Eagle3(Network):
-    """The weights, by their names in the `speculators` layout."""
+    """The weights of EAGLE-3 (arXiv 2503.01840), by their names in the `speculators` layout.
+
+    Args:
+        described: Layers and settings of a checkpoint.
+        vocabulary: The target.
+    """
 
     def __init__(self, described: Described, vocabulary: Vocabulary) -> None:
         layers, settings = described.layers, described.settings
@@ -115,7 +120,13 @@ class Eagle3(Network):
 
 
 class ParallelEagle(PairDrafter):
-    """P-EAGLE: reads the root and mask tokens in one pass, each of which says a token."""
+    """P-EAGLE (arXiv 2602.01469): reads the root and mask tokens in one pass; each says a token.
+
+    Args:
+        network: The weights.
+        mask_token: The id that stands for a token to be drafted.
+        tokens: Tokens of a draft.
+    """
 
     network: Eagle3
 

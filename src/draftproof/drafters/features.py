@@ -37,7 +37,13 @@ WIDTH, DEEPEST, NODES = 4, 7, 16
 class Network(nn.Module):
     """Layers that draft for a target; weights have the names of published checkpoints.
 
-    width: numbers of a feature. hidden_layers: of the target that features are made of.
+    Args:
+        layers: Its decoder layers.
+        vocabulary: The target, which embeds and unembeds.
+
+    Attributes:
+        width: Numbers of a feature.
+        hidden_layers: Layers of the target that features are made of.
     """
 
     hidden_layers: tuple[int, ...]
@@ -91,7 +97,13 @@ class Reader(NamedTuple):
 
 
 class FeatureDrafter(Drafter):
-    """Drafts with a network: the most likely nodes of a search, or a chain."""
+    """Drafts with a network: the most likely nodes of a search, or a chain.
+
+    Args:
+        network: Its weights.
+        name: What it is called in reports.
+        deepest: Tokens of the longest draft.
+    """
 
     reads_every_state = True
     scratch = 1

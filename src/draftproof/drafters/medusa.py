@@ -65,7 +65,12 @@ class MedusaHead(DraftHead):
 
     Blocks start at zero, weight and bias, so that every head starts as the target's own. The
     original leaves the bias at random, which shifts every head before it has learnt anything.
-    pairs: bigrams, if they were counted.
+
+    Args:
+        config: Sizes: heads, blocks of each, hidden size and vocabulary of the target.
+
+    Attributes:
+        pairs: Bigrams, if they were counted.
     """
 
     kind = "medusa"
@@ -134,9 +139,20 @@ class MedusaHead(DraftHead):
 class Medusa(HeadDrafter[MedusaHead]):
     """Drafts a tree of the heads' likeliest choices after the last committed token.
 
-    tree: rank paths in order of addition, of which a smaller budget takes the first; the name of a
-    published set; or "dynamic", as for None, the most likely paths of each round. For a target that
-    cannot read trees it drafts the chain of first choices.
+    Medusa (arXiv 2401.10774, sections 2.1.1 and 2.1.2). For a target that cannot read trees it
+    drafts the chain of first choices.
+
+    Args:
+        head: The heads; they are copied in the target's dtype.
+        vocabulary: The target, which embeds and unembeds.
+        tree: Rank paths in order of addition, of which a smaller budget takes the first; the name
+            of a published set; or "dynamic", as for None, the most likely paths of each round.
+
+    Raises:
+        DrafterMismatch: The heads are for another target.
+
+    Example:
+        >>> engine = dp.load("demo", drafter="medusa")
     """
 
     name = "medusa"

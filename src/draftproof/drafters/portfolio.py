@@ -43,9 +43,21 @@ UNKNOWN = 0.4
 class Portfolio(Drafter):
     """Merges the proposals of cheap drafters, and of heads, into one tree of the likeliest nodes.
 
-    members: at least one; each is asked in every round, so a member should cost little next to the
-    target. They may want hidden states and successors; a draft model, which keeps a KV cache of
-    its own tree, has to be used alone.
+    The confidence of each member is corrected by what the target chose (full information, arXiv
+    2510.20064).
+
+    Args:
+        members: At least one; each is asked in every round, so a member should cost little next to
+            the target. They may want hidden states and successors.
+
+    Raises:
+        DrafterMismatch: A member keeps a KV cache of its own tree, as a draft model does, and has
+            to be used alone.
+        BadInput: There are no members.
+
+    Example:
+        >>> drafter = dp.Portfolio([dp.SuffixDrafter(), dp.TokenRecycling()])
+        >>> engine = dp.load("demo", drafter=drafter)
     """
 
     name = "portfolio"

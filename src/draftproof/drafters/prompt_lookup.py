@@ -30,8 +30,18 @@ PLACES = 4
 class PromptLookup(Drafter):
     """Proposes what followed the longest, latest earlier occurrences of the text's last tokens.
 
-    longest, shortest: sizes of the n-gram that must match. No match, no draft. Where a continuation
-    runs into the end of the text it begins again, as if the text repeated itself.
+    Prompt lookup decoding (A. Saxena, 2023). No match, no draft. Where a continuation runs into the
+    end of the text it begins again, as if the text repeated itself.
+
+    Args:
+        longest: Tokens of the longest n-gram that is compared.
+        shortest: Tokens that must match for a draft.
+
+    Raises:
+        BadInput: Unless 1 <= shortest <= longest.
+
+    Example:
+        >>> engine = dp.load("demo", drafter=dp.PromptLookup(longest=8, shortest=2))
     """
 
     name = "prompt-lookup"

@@ -79,7 +79,12 @@ class ResBlock(nn.Module):
 
 
 class ReDrafterHead(DraftHead):
-    """The weights, by the names of Apple's checkpoints. `fresh` makes one ready to be trained."""
+    """The weights, by the names of Apple's checkpoints. `fresh` makes one ready to be trained.
+
+    Args:
+        config: Sizes: hidden size and vocabulary of the target, layers, width before the
+            projection, and the tokens that the head was trained to draft.
+    """
 
     kind = "redrafter"
 
@@ -251,8 +256,22 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
     Beams are ranked with the target's own noise, filters and penalties, each by its own path: they
     are what the target is likely to choose, not merely what is likely.
 
-    width, length: beams, and tokens of each (None: five, or as many as the head was trained for);
-    Apple's "beam length" counts the root as well. A chain for targets that read no trees.
+    Recurrent Drafter (arXiv 2403.09919, sections 3.1 and 3.2). A chain for targets that read no
+    trees.
+
+    Args:
+        head: The weights; they are copied in the target's dtype.
+        vocabulary: The target, which embeds and unembeds.
+        width: Beams.
+        length: Tokens of each beam, without the root, which Apple's "beam length" counts; None:
+            five, or as many as the head was trained for.
+
+    Raises:
+        BadInput: A width or length below 1, or more beams than tokens.
+        DrafterMismatch: The head is for another target.
+
+    Example:
+        >>> engine = dp.load("demo", drafter="redrafter")
     """
 
     name = "redrafter"

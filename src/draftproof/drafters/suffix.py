@@ -45,9 +45,18 @@ PATHS = 12
 class SuffixDrafter(Drafter):
     """Proposes the likeliest continuations by counting: in this text, other rows', earlier ones.
 
-    memory: tokens of text to remember, at least twice the rows of a batch; the index takes 160
-    bytes per token. Earlier requests of the same owner change how fast a text is generated, never
-    the text.
+    SuffixDecoding (arXiv 2411.04975), with a hash index in place of suffix trees. Earlier requests
+    of the same owner change how fast a text is generated, never the text.
+
+    Args:
+        memory: Tokens of text to remember, at least twice the rows of a batch; the index takes 160
+            bytes per token.
+
+    Raises:
+        BadInput: If `memory` is below 1.
+
+    Example:
+        >>> engine = dp.load("demo", drafter=dp.SuffixDrafter(memory=1 << 20))
     """
 
     name = "suffix"

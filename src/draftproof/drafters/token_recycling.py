@@ -35,8 +35,17 @@ WIDTH, FAN, DEPTH = 2, 3, 4
 class TokenRecycling(Drafter):
     """Proposes what the target found likely after the same two tokens, or else the same one.
 
-    memory: pairs, and as many single tokens, to remember over rows and requests: 104 bytes each.
-    The newest pushes out what it meets.
+    Token Recycling (arXiv 2408.08696), with pairs of tokens next to single ones.
+
+    Args:
+        memory: Pairs, and as many single tokens, to remember over rows and requests: 104 bytes
+            each. The newest pushes out what it meets.
+
+    Raises:
+        BadInput: If `memory` is below 1.
+
+    Example:
+        >>> engine = dp.load("demo", drafter=dp.TokenRecycling())
     """
 
     name = "recycling"

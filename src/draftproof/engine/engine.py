@@ -49,20 +49,33 @@ if hasattr(os, "register_at_fork"):     # a forked process lacks the threads tor
 class Engine:
     """Writes text with a target and a drafter: the text that the target would have written alone.
 
-    acceptance: "match" (default: the same text with any drafter), "rejection" or "block" (the same
-        distribution); or a `Rule` of your own.
-    lossy: a `Typical`, or True for its defaults: text that is *not* what the target alone would
-        write; how far it strays is in `RoundStats.distance_per_token`. It depends on the drafts, so
-        unless a budget is given as many are drafted in every round: one seed gives one text.
-    budget: draft tokens per row and round, always so many, or a `Budget`; None measures what pays
-        (`Adaptive`), up to the drafter's default. What it learns stays with the engine.
-    codec: the tokenizer; needed for text prompts and stop strings, token ids do without.
-    sampling, stop_tokens: defaults for calls that name none.
-    shapes: `ShapePolicy(closed=True)` takes the sizes of a batch from a small set; None leaves it
-        to the device.
-    sampler: the class that draws tokens: `Sampler`, or one derived from it with another source of
-        random numbers.
-    Calls may run at the same time, also from several threads. stats: of all calls together.
+    Calls may run at the same time, also from several threads.
+
+    Args:
+        target: The model, as the decoder sees it.
+        drafter: What drafts; None decodes plainly.
+        codec: The tokenizer; needed for text prompts and stop strings, token ids do without.
+        acceptance: "match" (default: the same text with any drafter), "rejection" or "block" (the
+            same distribution); or a `Rule` of your own.
+        lossy: A `Typical`, or True for its defaults: text that is *not* what the target alone would
+            write; how far it strays is in `RoundStats.distance_per_token`. It depends on the
+            drafts, so unless a budget is given as many are drafted in every round: one seed gives
+            one text.
+        budget: Draft tokens per row and round, always so many, or a `Budget`; None measures what
+            pays (`Adaptive`), up to the drafter's default. What it learns stays with the engine.
+        sampling: Defaults for calls that name none.
+        stop_tokens: End tokens of requests that name none.
+        shapes: `ShapePolicy(closed=True)` takes the sizes of a batch from a small set; None leaves
+            it to the device.
+        sampler: The class that draws tokens: `Sampler`, or one derived from it with another source
+            of random numbers.
+
+    Attributes:
+        stats: Of all calls together.
+
+    Example:
+        >>> engine = dp.load("demo", assistant_model="demo-draft")
+        >>> print(engine.generate("Once upon a time", max_new_tokens=100)[0].text)
     """
 
     def __init__(

@@ -74,13 +74,8 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:  # fmt: skip
     """Decode for `model.generate`, which calls this: see ``custom_generate`` in transformers.
 
-    input_ids: [B, S], left-padded where `attention_mask` is 0; of an encoder-decoder, what the
-    decoder begins with. inputs_tensor: what the encoder read.
-    drafter, acceptance: as for `draftproof.load`; without drafter and assistant, the default one.
-    `num_assistant_tokens` fixes the number of draft tokens; left out, it is measured.
-    Returns [B, S + new] ids, or the output class if `return_dict_in_generate`. Greedy tokens are
-    those of transformers; sampled ones have the same distribution, and depend on
-    `torch.manual_seed`. Raises BadInput for what cannot be honoured.
+    Greedy tokens are those of transformers; sampled ones have the same distribution, and depend on
+    `torch.manual_seed`.
 
     Args:
         model: The model whose `generate` calls this.
@@ -97,6 +92,15 @@ def generate(
         acceptance: As for `draftproof.load`.
         inputs_tensor: What the encoder read.
         **model_kwargs: The model's own arguments, such as `attention_mask`.
+
+    Returns:
+        int64 [B, S + new] ids, or transformers' output class with `return_dict_in_generate`.
+
+    Raises:
+        BadInput: Something was asked for that cannot be honoured; its name is in the message.
+
+    Example:
+        >>> model.generate(**inputs, custom_generate=dp.generate, max_new_tokens=100)
     """
     call = find_call(generate.__code__)
     assistant_model = call.assistant_model if assistant_model is None else assistant_model
