@@ -105,7 +105,18 @@ def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
 
 
 class Rule(NamedTuple):
-    """An acceptance rule, and whether it weighs the probabilities the drafts were drawn from."""
+    """An acceptance rule: which drafted tokens become text, and the token after them.
+
+    Attributes:
+        accept: Called with the tree, the target's logits [B, N, V] after each of its nodes, and the
+            frontier that was drafted from; returns what is accepted.
+        drawn: Whether drafts are to be drawn, and weighed with the probabilities they were drawn
+            from (Leviathan et al., arXiv 2211.17192); without it they may be chosen freely.
+
+    Example:
+        >>> from draftproof.core.acceptance import RULES
+        >>> engine = dp.Engine(target, drafter, acceptance=RULES["block"])
+    """
 
     accept: Callable[[TokenTree, Tensor, Frontier], Accepted]
     drawn: bool
