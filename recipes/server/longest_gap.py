@@ -51,11 +51,12 @@ def main() -> None:
             print(f"the prompt of {tokens} tokens was read in {now - arrived:.1f} s")
         since += prompt.finished
     all_gaps = sorted(gaps, reverse=True)
-    median = statistics.median(seconds for seconds, *_ in gaps)
-    before = statistics.median(seconds for seconds, step, _ in gaps if step < 60)
-    print(f"{len(gaps)} gaps: median {1000 * median:.1f} ms, before the prompt "
-          f"{1000 * before:.1f} ms, longest {1000 * all_gaps[0][0]:.1f} ms = "
-          f"{all_gaps[0][0] / median:.1f} medians")
+    longest = all_gaps[0][0]
+    before = statistics.median(seconds for seconds, step, _ in gaps if step <= 60)
+    beside = statistics.median(seconds for seconds, step, _ in gaps if 60 < step <= steps - 60)
+    print(f"{len(gaps)} gaps: longest {1000 * longest:.1f} ms; median beside the prompt "
+          f"{1000 * beside:.1f} ms (longest: {longest / beside:.1f} of it), before the prompt "
+          f"{1000 * before:.1f} ms ({longest / before:.1f})")
     for seconds, step, told in all_gaps[:8]:
         print(f"  {1000 * seconds:.1f} ms at step {step}: {told}")
 
