@@ -19,7 +19,8 @@ UNKNOWN: dict[str, Any] = {
     "regexp": "[0-9]", "max_token": 3, "dry_multiplier": 0.8, "samplers": ["top_k"], "lora": [1],
     "eos_token_id": 0, "skip_special_tokens": False, "add_special_tokens": False, "answer": "42",
     "truncate_prompt_tokens": 5, "stop_regex": "a", "documents": [{"text": "a"}],
-    "draftproof": {"tree": True}, "stream_options": {"usage": True}, "enable_thinking": False,
+    "draftproof": {"tree": True}, "stream_options": {"include_usage": True},
+    "enable_thinking": False,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
-from draftproof.errors import ContextTooLong
+from draftproof.errors import BadInput, ContextTooLong
 from draftproof.requests.openai_format import messages_of, refuse_unrecognized, sampling_of
 from draftproof.requests.request import Request
 from draftproof.server import constraints, schema
@@ -109,6 +109,8 @@ class HostedModel:
         wanted, rest = constraints.split(body.model_extra or {})
         grammars = self.grammars.of(owner)
         refuse_unrecognized(rest, self.engine.sampling)
+        if body.stream_options is not None and not body.stream:
+            raise BadInput("stream_options was given without stream; ask for both")
         sampling = sampling_of(self.sampling, rest)
         if sampling.temperature and rest.get("seed") in (None, -1):  # another text each time
             sampling = replace(sampling, seed=secrets.randbits(62))
