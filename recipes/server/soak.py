@@ -42,6 +42,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--kinds", type=int, default=120, help="different requests")
+    parser.add_argument("--prefix-cache", type=int, default=16, metavar="MiB",
+                        help="small enough to be full after a quarter of the requests")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         adapter = make_adapter(Path(folder) / "adapter")
@@ -54,7 +56,8 @@ def main() -> None:
         process = subprocess.Popen(
             [sys.executable, "-m", "draftproof", "serve", str(embedded("demo-draft")), "--port",
              "0", "--lora", f"adapter={adapter}", "--also", "demo", "--api-keys", str(keys),
-             "--max-model-len", str(LENGTH), "--no-access-log"], stderr=subprocess.PIPE, text=True)
+             "--max-model-len", str(LENGTH), "--prefix-cache", str(args.prefix_cache),
+             "--no-access-log"], stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)
         url = next(match.group() for match in found if match)
