@@ -113,7 +113,7 @@ def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
 
 
 @pytest.mark.needs_kernels
-@pytest.mark.parametrize("drafter", ["none", "suffix+recycling+prompt-lookup"])
+@pytest.mark.parametrize("drafter", ["none", "suffix", "recycling"])
 def test_what_one_owner_wrote_changes_nothing_for_another(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
