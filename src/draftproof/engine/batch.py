@@ -139,6 +139,7 @@ class Batch:
         params = [row.params for row in self.running]
         params += params[-1:] * (size - len(params))
         self.sampler = self.new_sampler(params, self.target.device, self.ops)
+        self.has_rules = any(row.logits_rules for row in params)
         self.wants_logprobs = any(row.sampling.logprobs for row in params)
         self.top_logprobs = max((row.sampling.top_logprobs for row in params), default=0)
 

@@ -5,6 +5,7 @@ Knows no drafting method by name.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -70,21 +71,29 @@ class Decoder:
     def step(self) -> None:
         """One round for every running row: draft, verify, commit."""
         layers, batch = self.drafter.hidden_layers, self.batch
-        with self.clock.decide:
-            with self.clock.draft:
-                self.forced = self._forced()
-                frontier = self._frontier()
-                tree = self._draft(frontier)
-            with self.clock.verify:
-                reading = self.target.read(tree, batch.view, hidden_layers=layers)
-            accepted = batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
-            commit = self._observe(frontier, tree, reading, accepted)
-            done = self._deliver(frontier, tree, reading, commit, accepted)
-        if not self.forced:         # it says nothing of what the drafter's own tokens are worth
-            self.budget.record(done._replace(seconds=self.clock.decide.took))
+        start = time.perf_counter()
+        self.forced = self._forced() if batch.has_rules else []
+        frontier = self._frontier()
+        tree = self._draft(frontier)
+        drafted = time.perf_counter()
+        reading = self.target.read(tree, batch.view, hidden_layers=layers)
+        verified = time.perf_counter()
+        accepted = batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
+        kept = time.perf_counter()
+        commit = self._observe(frontier, tree, reading, accepted) if self.observes else None
+        observed = time.perf_counter()
+        done = self._deliver(frontier, tree, reading, commit, accepted)
+        seconds = time.perf_counter() - start
+        self.clock.add_round(drafted - start + observed - kept, verified - drafted, seconds)
+        # what is forced says nothing of what the drafter's own tokens are worth
+        if self.budget.most and not self.forced:
+            self.budget.record(done._replace(seconds=seconds))
         if self.chunks is not None:
-            self.chunks.round_took(self.clock.decide.took, frontier.budget)
-        self.retire()
+            self.chunks.round_took(seconds, frontier.budget)
+        for row in batch.running:
+            if row.finish_reason is not None:
+                self.retire()
+                break
 
     @torch.inference_mode()
     def prefill(self, groups: Sequence[Samples], *, elsewhere: bool = False) -> Prefill:
@@ -133,9 +142,7 @@ class Decoder:
         """Of each row, what its grammar forces; empty where no row is forced to anything."""
         if not self.budget.most or self.batch.shapes.closed:
             return []
-        rows = self.batch.running
-        rules = any(row.params.logits_rules for row in rows)
-        return forced_tokens(rows, self.budget.most) if rules else []
+        return forced_tokens(self.batch.running, self.budget.most)
 
     def _frontier(self) -> Frontier:
         """Where rows stand, and how much may be drafted.
@@ -176,6 +183,8 @@ class Decoder:
     def _draft(self, frontier: Frontier) -> TokenTree:
         """What is forced, and the drafter's proposal, of which no more is read than the budget
         says; checked."""
+        if not (frontier.budget or self.forced):
+            return TokenTree.chain(frontier.prefix.root[:, None])
         tree = self._proposal(frontier)
         if self.forced:
             tree = with_forced(tree, self.forced, frontier, self.budget.most)
@@ -217,18 +226,19 @@ class Decoder:
         """What became true of the rows; the drafter is told."""
         top = self.drafter.wants_top * (not self.budget.rest)
         commit = Commit.of(self.batch.places, tree, reading, accepted, top, self.ops)
-        if self.observes:
-            with self.clock.draft:
-                self.batch.tell(commit, frontier.budget == 0 and not self.forced)
+        self.batch.tell(commit, frontier.budget == 0 and not self.forced)
         return commit
 
     def _deliver(
-        self, frontier: Frontier, tree: TokenTree, reading: Reading, commit: Commit,
+        self, frontier: Frontier, tree: TokenTree, reading: Reading, commit: Commit | None,
         accepted: Accepted,
     ) -> Round:  # fmt: skip
         """Text, stop rules and statistics of every row, from one copy to the host."""
         batch, position = self.batch, frontier.prefix.position
-        new = self.ops.run(append_tokens, batch.text, position, commit.tokens, accepted)
+        tokens = commit.tokens if commit is not None else tree.tokens
+        if commit is None and not tree.is_chain:
+            tokens = tokens.gather(1, accepted.nodes)
+        new = self.ops.run(append_tokens, batch.text, position, tokens, accepted)
         scored = reading.logits if batch.wants_logprobs else None
         outputs = row_outputs(tree, accepted, new, scored, self.ops, batch.top_logprobs)
         ranks = tree.budget_rank.tolist() if tree.budget_rank is not None else None
@@ -241,12 +251,12 @@ class Decoder:
         for place, (row, out) in enumerate(zip(batch.running, outputs, strict=False)):  # + padding
             path = out.path[1:]
             nodes += path if ranks is None else [ranks[place][node] for node in path]
-            tokens = out.tokens if out.tokens[-1] != NO_TOKEN else out.tokens[:-1]
+            chosen = out.tokens if out.tokens[-1] != NO_TOKEN else out.tokens[:-1]
             who = [by[place][node] for node in path] if by else [self.drafter.name] * len(path)
             count = min(len(self.forced[place]), len(path)) if self.forced else 0
             who = [NAME] * count + who[count:]
-            emitted = row.extend(tokens, out.logprobs, who, out.top)
-            if len(tokens) < len(out.tokens) and row.finish_reason is None:     # no next root
+            emitted = row.extend(chosen, out.logprobs, who, out.top)
+            if len(chosen) < len(out.tokens) and row.finish_reason is None:     # no next root
                 self._fail(place, reading.logits[place])
             strayed = sum(out.distance[:emitted]) if out.distance is not None else None
             width, count = tree.tokens.shape[1] - 1, len(out.tokens) - 1

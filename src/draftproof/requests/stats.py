@@ -137,6 +137,14 @@ class Clock:
         self.prefill, self.draft = Part(self), Part(self)
         self.verify, self.decide = Part(self), Part(self)
 
+    def add_round(self, draft: float, verify: float, whole: float) -> None:
+        """Count the seconds of a round; what is neither is `decide`."""
+        self.draft.seconds += draft
+        self.verify.seconds += verify
+        self.decide.seconds += whole - draft - verify
+        self.decide.took = whole
+        self.total += whole
+
     @property
     def seconds(self) -> dict[str, float]:
         """By name, as in `RoundStats`."""
