@@ -144,6 +144,44 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
     assert off[0] < 1.5 * off[1]
 
 
+@pytest.mark.parametrize("lead", [505, 512, 1020])
+@pytest.mark.parametrize(
+    ("family", "window", "kv_cache"),
+    [("llama", None, None), ("llama", None, "int8"), ("mistral sliding", 600, None)],
+)
+def test_where_a_span_of_the_text_ends_no_bit_changes(
+    lead: int, family: str, window: int | None, kv_cache: str | None,
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention takes 512 positions at a time, by one or by several threads: the last token of a
+    path that crosses their end, in a tree, in chains of any width, and alone."""
+    name, extra = FAMILIES[family]
+    sizes = SIZES | extra | {"max_position_embeddings": 2048, "num_hidden_layers": 2}
+    own = of_family(name, **sizes | ({"sliding_window": window} if window else {}))
+    target = fused(own.to(torch.bfloat16), kv_cache=kv_cache)
+    dice = torch.Generator().manual_seed(3)
+    tree = TokenTree.shaped(torch.randint(96, (1, len(SHAPE)), generator=dice), SHAPE)
+    deepest = SHAPE.paths.index((0, 1, 0, 0)) + 1
+    path = tree.path_to(torch.tensor([deepest]))[0]
+    text = torch.cat([torch.randint(96, (1, lead), generator=dice), tree.tokens[:, path]], 1)
+    read = []
+    for threads, width in ((1, NODES), (3, 64), (3, NODES), (2, 1)):
+        monkeypatch.setattr("draftproof.forward.fused_forward.thread_count", lambda n=threads: n)
+        cache, at = target.new_cache(1, lead + 16), max(0, lead - 200) if width == 1 else 0
+        with torch.inference_mode():
+            for start in (*range(0, at, 64), *range(at, lead, width)):
+                end = min(start + (64 if start < at else width), lead, at if start < at else lead)
+                target.read(TokenTree.chain(text[:, start:end]), cache)
+                cache.keep(None, torch.tensor([end - start]))
+            read.append(target.read(tree, cache).logits[0, deepest])
+            read.append(target.read(TokenTree.chain(text[:, lead:]), cache).logits[0, -1])
+            for token in text[0, lead:]:
+                logits = target.read(TokenTree.chain(token[None, None]), cache).logits[0, 0]
+                cache.keep(None, torch.tensor([1]))
+            read.append(logits)
+    assert all(torch.equal(read[0], other) for other in read)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_that_fills_its_cache_has_the_same_bits(family: str) -> None:
     """Attention takes sixteen slots at a time, of which the last then lie behind the cache."""

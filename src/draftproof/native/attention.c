@@ -1,17 +1,31 @@
 /* Attention over the cache and the tree, in the order of the text: rotation, scores, chances, sums
  * of values. */
+#ifndef __clang__
+#pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
+#endif
 #include "model.h"
 
 /* Keys are taken BLOCK at a time, queries TOGETHER, and a thread takes up to MOST queries. */
 enum { BLOCK = LANES, TOGETHER = 8, MOST = 48, WIDEST = 256 };
+/* A text is read in spans of so many positions from its beginning on, which do not depend on what is
+ * committed: the softmax of a span is one of its own, and spans are merged in the order of the text.
+ * Up to FEW nodes the spans are shared out among threads. */
+enum { SPAN = 512, FEW = 64, MOST_MERGED = 1 << 24 };
+/* Slots whose values stay in the first cache, and queries of which registers hold two vectors. */
+enum { NEAR = 32, MOST_OF_TWO = LANES == 8 ? 6 : TOGETHER };
 
 /* A query: a node, as the `place`-th of its row that is read, and a head. Its path from the root
  * on, and where its window begins. */
 typedef struct {
     int64_t place, head, start, deep;
     const int64_t *path;
-    float share;                                /* one divided by the sum of its chances */
 } Query;
+
+/* The softmax of some scores: the largest, and the sum of the exponentials of what they are less;
+ * 0 if there are none. */
+typedef struct {
+    float most, sum;
+} Softmax;
 
 /* What one head stores of one row: [slots][size] in bfloat16, or in 8 bits, with a scale per slot. */
 typedef struct {
@@ -19,12 +33,13 @@ typedef struct {
     bf16 *key_scales, *value_scales;
 } Held;
 
-/* Queries of one head of keys, in one row, and what they are reckoned with: heads and sums
- * [count][size], scores, later chances, [count][stride], and a tile of keys [size][BLOCK]. */
+/* Queries of one head of keys, in one row, and what they are reckoned with over the slots from
+ * `base` on, a multiple of SPAN, up to `length`, and the `nodes` behind it: heads and sums [count]
+ * [size], scores, later chances, [count][stride], and a tile of keys [size][BLOCK]. */
 typedef struct {
     Query *queries;
     Held held;
-    int64_t size, count, stride, earliest, length, nodes;
+    int64_t size, count, stride, base, earliest, length, nodes;
     float *heads, *scores, *sums;
     lanes *tile;
 } Heard;
@@ -74,20 +89,10 @@ static inline void bounded(float *scores, int64_t slot, int64_t start, int64_t e
     memcpy(scores + slot, &x, sizeof x);
 }
 
-/* Scores of a query become chances, summed up in the order of the text: from where its window
- * begins to `length`, then the nodes of its path. Those of other nodes, and of what only others
- * hear, become 0. */
-static void softened(const Heard *of, Query *query, float *scores) {
-    int64_t length = of->length, start = query->start, deep = query->deep;
-    /* whether nodes that are on other paths lie between its own */
-    int64_t apart = query->path[deep - 1] >= deep;
-    float on[deep];
-    if (apart) {
-        for (int64_t d = 0; d < deep; d++) on[d] = scores[length + query->path[d]];
-        memcpy(scores + length, on, sizeof on);
-    }
-    int64_t first = start / LANES * LANES, end = length + deep;
-    int64_t whole = (end + LANES - 1) / LANES * LANES;
+/* Scores of a query at positions `start` to `end`, in one span, become chances. Scores are those of
+ * the span's first position on. */
+static Softmax softened(float *scores, int64_t start, int64_t end) {
+    int64_t first = start / LANES * LANES, whole = (end + LANES - 1) / LANES * LANES;
     bounded(scores, first, start, end);
     bounded(scores, whole - LANES, start, end);
     lanes most = loaded(scores + first), sum = {};
@@ -98,12 +103,33 @@ static void softened(const Heard *of, Query *query, float *scores) {
         sum += chance;
         memcpy(scores + s, &chance, sizeof chance);
     }
-    for (int64_t s = of->earliest; s < first; s++) scores[s] = 0;
-    if (apart) memcpy(on, scores + length, sizeof on);
+    return (Softmax){top, total(sum)};
+}
+
+/* Scores of a query become chances, in the order of the text: from where its window begins to
+ * `length`, then the nodes of its path, each span by itself. Those of other nodes, and of what only
+ * others hear, become 0. */
+static void all_softened(const Heard *of, const Query *query, float *scores, Softmax *found) {
+    int64_t base = of->base, last = of->length - base, deep = of->nodes ? query->deep : 0;
+    int64_t start = query->start > base ? query->start - base : 0, end = last + deep;
+    /* whether nodes that are on other paths lie between its own */
+    int64_t apart = deep && query->path[deep - 1] >= deep;
+    float on[deep + 1];
+    if (apart) {
+        for (int64_t d = 0; d < deep; d++) on[d] = scores[last + query->path[d]];
+        memcpy(scores + last, on, (size_t)deep * sizeof *on);
+    }
+    for (int64_t span = 0; span < last + of->nodes; span += SPAN, found++) {
+        int64_t from = start > span ? start : span, to = end < span + SPAN ? end : span + SPAN;
+        *found = (Softmax){0, 0};
+        if (from < to) *found = softened(scores + span, from - span, to - span);
+    }
+    int64_t first = start / LANES * LANES, begin = of->earliest > base ? of->earliest - base : 0;
+    for (int64_t s = begin; s < first && s < last + of->nodes; s++) scores[s] = 0;
+    if (apart) memcpy(on, scores + last, (size_t)deep * sizeof *on);
     int64_t kept = apart ? 0 : deep;
-    memset(scores + length + kept, 0, (size_t)(of->nodes - kept) * sizeof *scores);
-    for (int64_t d = 0; apart && d < deep; d++) scores[length + query->path[d]] = on[d];
-    query->share = 1.0f / total(sum);
+    memset(scores + last + kept, 0, (size_t)(of->nodes - kept) * sizeof *scores);
+    for (int64_t d = 0; apart && d < deep; d++) scores[last + query->path[d]] = on[d];
 }
 
 /* `CALL(n)` with the number that `some` is, 1 to TOGETHER: sums of so many stay in registers. */
@@ -135,9 +161,13 @@ static void beside(const Heard *of, int64_t slot) {
         keys = own;
     }
     lanes *tile = of->tile;
+    int64_t bytes = of->held.key_scales ? 1 : (int64_t)sizeof(bf16);
+    const char *ahead = (const char *)of->held.keys + (slot + 2 * BLOCK) * size * bytes;
     for (int64_t i = 0; i < size; i += 2 * LANES) {
         lanes square[BLOCK] = {};
         int64_t pairs = i + 2 * LANES <= size ? LANES : LANES / 2;
+        for (int64_t j = 0; j < BLOCK; j++)
+            __builtin_prefetch(ahead + (j * size + i) * bytes);
         for (int64_t j = 0; j < BLOCK; j++)
             if (pairs == LANES) memcpy(square + j, keys + j * size + i, sizeof *square);
             else memcpy(square + j, keys + j * size + i, sizeof *square / 2);
@@ -155,15 +185,17 @@ ALWAYS void scored(const Heard *of, int64_t first, const int some, int64_t slot,
     const float *heads = of->heads + first * of->size;
     lanes sum[TOGETHER] = {};
     for (int64_t i = 0; i < of->size; i++)
-        for (int q = 0; q < some; q++) sum[q] += of->tile[i] * heads[q * of->size + i];
+        _Pragma("GCC unroll 8") for (int q = 0; q < some; q++)
+            sum[q] += of->tile[i] * heads[q * of->size + i];
     for (int q = 0; q < some; q++) {
         sum[q] *= scale;
-        memcpy(of->scores + (first + q) * of->stride + slot, &sum[q], sizeof sum[q]);
+        memcpy(of->scores + (first + q) * of->stride + slot - of->base, &sum[q], sizeof sum[q]);
     }
 }
 
 static void all_scored(const Heard *of, float scale) {
-    for (int64_t s = of->earliest / BLOCK * BLOCK; s < of->length + of->nodes; s += BLOCK) {
+    int64_t first = of->earliest > of->base ? of->earliest / BLOCK * BLOCK : of->base;
+    for (int64_t s = first; s < of->length + of->nodes; s += BLOCK) {
         beside(of, s);
 #define SCORED(n) scored(of, q, n, s, scale)
         for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SCORED)
@@ -177,54 +209,117 @@ ALWAYS lanes value_at(const Heard *of, const int coded, int64_t slot, int64_t i)
             of->held.value_scales[slot]);
 }
 
-/* Sums of the values of `some` queries from `first` on, over what is committed and these `count`
- * slots behind it. */
-ALWAYS void summed(const Heard *of, int64_t first, const int some, const int coded,
-        const int64_t *slots, int64_t count) {
-    const float *chances = of->scores + first * of->stride;
-    for (int64_t i = 0; i < of->size; i += LANES) {
-        lanes sum[TOGETHER] = {};
-        for (int64_t s = of->earliest; s < of->length; s++) {
-            lanes value = value_at(of, coded, s, i);
-            for (int q = 0; q < some; q++) sum[q] += chances[q * of->stride + s] * value;
+/* Sums of the values of `some` queries from `first` on go on over slots `from` to `to`, V vectors of
+ * them at a time. Memory is asked for those NEAR slots later. */
+ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int coded, const int V,
+        int64_t from, int64_t to) {
+    const float *chances = of->scores + first * of->stride - of->base;
+    const char *values = of->held.values;
+    int64_t bytes = coded ? 1 : (int64_t)sizeof(bf16);
+    for (int64_t i = 0; i < of->size; i += V * LANES) {
+#define EACH_SUM _Pragma("GCC unroll 8") for (int q = 0; q < some; q++) \
+        _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
+        lanes sum[TOGETHER][2];
+        EACH_SUM
+            sum[q][v] = loaded(of->sums + (first + q) * of->size + i + v * LANES);
+        for (int64_t s = from; s < to; s++) {
+            lanes value[2];
+            _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
+                value[v] = value_at(of, coded, s, i + v * LANES);
+            __builtin_prefetch(values + ((s + NEAR) * of->size + i) * bytes);
+            EACH_SUM sum[q][v] += chances[q * of->stride + s] * value[v];
         }
-        for (int64_t n = 0; n < count; n++) {
-            lanes value = value_at(of, coded, slots[n], i);
-            for (int q = 0; q < some; q++) sum[q] += chances[q * of->stride + slots[n]] * value;
-        }
-        for (int q = 0; q < some; q++)
-            memcpy(of->sums + (first + q) * of->size + i, &sum[q], sizeof sum[q]);
+        EACH_SUM
+            memcpy(of->sums + (first + q) * of->size + i + v * LANES, &sum[q][v], sizeof(lanes));
     }
 }
 
-/* Of all slots that are not for nodes on no path, which may never have been written. */
-static void all_summed(const Heard *of) {
-    int64_t wanted[of->nodes], slots[of->nodes], some = 0;
-    memset(wanted, 0, sizeof wanted);
-    for (int64_t q = 0; q < of->count; q++)
-        for (int64_t d = 0; d < of->queries[q].deep; d++) wanted[of->queries[q].path[d]] = 1;
-    for (int64_t n = 0; n < of->nodes; n++)
-        if (wanted[n]) slots[some++] = of->length + n;
-#define SUMMED(n) of->held.key_scales ? summed(of, q, n, 1, slots, some) \
-        : summed(of, q, n, 0, slots, some)
+/* Sums of the values of `some` queries from `first` on, over slots `from` to `to`, few of them at a
+ * time, which stay in the first cache, and these `count` slots behind. */
+ALWAYS void summed(const Heard *of, int64_t first, const int some, const int coded, int64_t from,
+        int64_t to, const int64_t *slots, int64_t count) {
+    memset(of->sums + first * of->size, 0, (size_t)(some * of->size) * sizeof(float));
+    for (int64_t s = from, next; s < to; s = next) {
+        next = s + NEAR < to ? s + NEAR : to;
+        if (some <= MOST_OF_TWO && of->size % (2 * LANES) == 0)
+            summed_on(of, first, some, coded, 2, s, next);
+        else summed_on(of, first, some, coded, 1, s, next);
+    }
+    for (int64_t n = 0; n < count; n++)
+        summed_on(of, first, some, coded, 1, slots[n], slots[n] + 1);
+}
+
+/* Of all slots whose positions are in the span from `begin` on, and that are not for nodes on no
+ * path, which may never have been written. */
+static void all_summed(const Heard *of, int64_t begin) {
+    int64_t deep[of->nodes + 1], slots[of->nodes + 1], some = 0, end = begin + SPAN;
+    memset(deep, 0, sizeof deep);
+    for (int64_t q = 0; of->nodes && q < of->count; q++)
+        for (int64_t d = 0; d < of->queries[q].deep; d++) deep[of->queries[q].path[d]] = d + 1;
+    for (int64_t n = 0; n < of->nodes; n++) {
+        int64_t position = of->length + deep[n] - 1;
+        if (deep[n] && position >= begin && position < end) slots[some++] = of->length + n;
+    }
+    int64_t from = of->earliest > begin ? of->earliest : begin;
+    int64_t to = of->length < end ? of->length : end;
+#define SUMMED(n) of->held.key_scales ? summed(of, q, n, 1, from, to, slots, some) \
+        : summed(of, q, n, 0, from, to, slots, some)
     for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SUMMED)
 }
 
-/* Attention of queries `from` to `to` that share the keys of one head, in one row. A query is
- * (node, head of the group). */
+/* The softmax and the sums of the values [size] of one more span are merged with those of the spans
+ * before it, in the order of the text. */
+static void merged(Softmax *whole, float *sums, Softmax more, const float *others, int64_t size) {
+    if (more.sum == 0) return;
+    if (whole->sum == 0) {
+        *whole = more;
+        memcpy(sums, others, (size_t)size * sizeof *sums);
+        return;
+    }
+    float top = more.most > whole->most ? more.most : whole->most;
+    lanes before = expo(spread(whole->most - top)), factor = expo(spread(more.most - top));
+    *whole = (Softmax){top, fused(spread(whole->sum), before, factor * more.sum)[0]};
+    for (int64_t i = 0; i < size; i += LANES) {
+        lanes sum = fused(loaded(sums + i), before, factor * loaded(others + i));
+        memcpy(sums + i, &sum, sizeof sum);
+    }
+}
+
+/* What a query hears: sums of values over the sum of chances. */
+static void put(bf16 *out, Softmax whole, const float *sums, int64_t size) {
+    float share = 1.0f / whole.sum;
+    for (int64_t i = 0; i < size; i += LANES) narrowed(out + i, loaded(sums + i) * share);
+}
+
+/* What spans make of queries, before they are merged: [heads of all rows, spans, queries], sums
+ * [size] of each. */
+typedef struct {
+    Softmax *softmaxes;
+    float *sums;
+    int64_t spans, queries;
+} Spans;
+
+/* Attention of queries `from` to `to` that share the keys of one head, in one row, over spans `first`
+ * to `last`, of which the last one of the text has all that lie in or behind the last committed
+ * slot. A query is (node, head of the group). To `out`, or to be merged to `spans`, if there are
+ * any, of this head. */
 static void attended(const Read *read, const Layer *layer, int64_t row, int64_t key_head,
-        Held held, const bf16 *inner, const Norm *norm, bf16 *out, int64_t from, int64_t to) {
+        Held held, const bf16 *inner, const Norm *norm, bf16 *out, int64_t from, int64_t to,
+        int64_t first, int64_t last, const Spans *spans) {
     const Way *way = read->ways + layer->way;
     int64_t size = read->head_dim, group = read->heads / read->key_heads, nodes = read->nodes;
     int64_t begin = start_of(read, row), count = to - from, length = read->lengths[row];
-    int64_t stride = (length + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES, paths[count][nodes];
+    int64_t stride = (SPAN + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES, paths[count][nodes];
+    int64_t most = nodes / SPAN + 2;                        /* spans behind those that are full */
     Query queries[count];
+    Softmax found[most], whole[count], parts[most][count];
     Heard heard = {
         .queries = queries, .held = held, .size = size, .count = count, .stride = stride,
-        .earliest = length, .length = length, .nodes = nodes,
-        .heads = scratch(count * (stride + 2 * size) + BLOCK * size),
+        .earliest = length,
+        .heads = scratch(count * (stride + 3 * size) + BLOCK * size),
     };
-    heard.sums = heard.heads + count * size, heard.scores = heard.sums + count * size;
+    float *all = heard.heads + count * size;
+    heard.sums = all + count * size, heard.scores = heard.sums + count * size;
     heard.tile = (lanes *)(heard.scores + count * stride);
     for (int64_t q = 0; q < count; q++) {
         int64_t place = (from + q) / group, node = node_at(read, row, place);
@@ -241,18 +336,46 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
         }
         for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
+        whole[q] = (Softmax){0, 0};
         if (way->window && position >= way->window)
             queries[q].start = position + 1 - way->window;
         if (queries[q].start < heard.earliest) heard.earliest = queries[q].start;
     }
-    all_scored(&heard, read->scale);
-    for (int64_t q = 0; q < count; q++) softened(&heard, queries + q, heard.scores + q * stride);
-    all_summed(&heard);
-    for (int64_t q = 0; q < count; q++) {
-        bf16 *to = out + ((begin + queries[q].place) * read->heads + queries[q].head) * size;
-        for (int64_t i = 0; i < size; i += LANES)
-            narrowed(to + i, loaded(heard.sums + q * size + i) * queries[q].share);
+    for (int64_t span = first; span < last; span++) {
+        int64_t base = span * SPAN, behind = length / SPAN == span;
+        heard.base = base, heard.length = behind ? length : base + SPAN;
+        heard.nodes = behind ? nodes : 0;
+        if (!behind && heard.earliest >= heard.length) {
+            for (int64_t q = 0; spans && q < count; q++)
+                spans->softmaxes[span * spans->queries + from + q] = (Softmax){0, 0};
+            continue;
+        }
+        int64_t some = (heard.length + heard.nodes - base + SPAN - 1) / SPAN;
+        all_scored(&heard, read->scale);
+        for (int64_t q = 0; q < count; q++) {
+            all_softened(&heard, queries + q, heard.scores + q * stride, found);
+            for (int64_t s = 0; s < some; s++) parts[s][q] = found[s];
+        }
+        for (int64_t s = 0; s < some; s++) {
+            all_summed(&heard, base + s * SPAN);
+            for (int64_t q = 0; q < count; q++) {
+                const float *sums = heard.sums + q * size;
+                if (!spans) {
+                    merged(whole + q, all + q * size, parts[s][q], sums, size);
+                    continue;
+                }
+                int64_t at = (span + s) * spans->queries + from + q;
+                spans->softmaxes[at] = parts[s][q];
+                memcpy(spans->sums + at * size, sums, (size_t)size * sizeof *sums);
+            }
+        }
+        for (int64_t s = span + some; spans && behind && s < spans->spans; s++)
+            for (int64_t q = 0; q < count; q++)
+                spans->softmaxes[s * spans->queries + from + q] = (Softmax){0, 0};
     }
+    for (int64_t q = 0; !spans && q < count; q++)
+        put(out + ((begin + queries[q].place) * read->heads + queries[q].head) * size, whole[q],
+                all + q * size, size);
 }
 
 /* Codes of 8 bits of a head's numbers, the largest of which is 127; returns their scale. */
@@ -300,7 +423,8 @@ static void written(const Read *read, const Layer *layer, int64_t row, int64_t h
 }
 
 /* Queries, keys and values that are read, what is stored, and where what attention makes of them
- * goes; the queries of a head of keys are cut into `parts` of `each`. */
+ * goes; the queries of a head of keys are cut into `parts` of `each`, or, if their spans are merged
+ * later, its spans are. */
 typedef struct {
     const Read *read;
     const Layer *layer;
@@ -309,7 +433,15 @@ typedef struct {
     void *const *stores;
     bf16 *out;
     int64_t parts, each;
+    Spans spans;
 } Attention;
+
+/* What is merged of a head of keys, in one row. */
+static Spans spans_of(const Attention *of, int64_t which) {
+    int64_t from = which * of->spans.spans * of->spans.queries;
+    return (Spans){of->spans.softmaxes + from, of->spans.sums + from * of->read->head_dim,
+            of->spans.spans, of->spans.queries};
+}
 
 /* Heads of keys, counted through all rows. */
 static void write_heads(const void *work, int64_t first, int64_t last) {
@@ -320,20 +452,67 @@ static void write_heads(const void *work, int64_t first, int64_t last) {
                 held_of(of->read, of->stores, one));
 }
 
+/* Queries of a row that read one head of keys. */
+static int64_t queries_of(const Read *read, int64_t row) {
+    return (start_of(read, row + 1) - start_of(read, row)) * (read->heads / read->key_heads);
+}
+
 /* Parts of the queries of heads of keys, counted through all rows. */
 static void attend_parts(const void *work, int64_t first, int64_t last) {
     const Attention *of = work;
     const Read *read = of->read;
-    int64_t group = read->heads / read->key_heads;
     for (int64_t one = first; one < last; one++) {
         int64_t which = one / of->parts, row = which / read->key_heads,
-                head = which % read->key_heads;
-        int64_t own = (start_of(read, row + 1) - start_of(read, row)) * group;
+                head = which % read->key_heads, own = queries_of(read, row);
         int64_t from = one % of->parts * of->each, to = from + of->each < own ? from + of->each
                 : own;
         if (from < own) attended(read, of->layer, row, head, held_of(read, of->stores, which),
-                of->inner, of->norm, of->out, from, to);
+                of->inner, of->norm, of->out, from, to, 0, read->lengths[row] / SPAN + 1, NULL);
     }
+}
+
+/* Spans of heads of keys, counted through all rows. */
+static void attend_spans(const void *work, int64_t first, int64_t last) {
+    const Attention *of = work;
+    const Read *read = of->read;
+    for (int64_t one = first; one < last; one++) {
+        int64_t which = one / of->parts, row = which / read->key_heads, span = one % of->parts;
+        Spans spans = spans_of(of, which);
+        int64_t own = queries_of(read, row);
+        if (span > read->lengths[row] / SPAN) continue;
+        for (int64_t from = 0; from < own; from += MOST)
+            attended(read, of->layer, row, which % read->key_heads,
+                    held_of(read, of->stores, which), of->inner, of->norm, NULL, from,
+                    from + MOST < own ? from + MOST : own, span, span + 1, &spans);
+    }
+}
+
+/* Heads of keys, counted through all rows: their spans are merged. */
+static void merge_heads(const void *work, int64_t first, int64_t last) {
+    const Attention *of = work;
+    const Read *read = of->read;
+    int64_t size = read->head_dim, group = read->heads / read->key_heads;
+    for (int64_t which = first; which < last; which++) {
+        int64_t row = which / read->key_heads, head = which % read->key_heads;
+        Spans spans = spans_of(of, which);
+        for (int64_t q = 0; q < queries_of(read, row); q++) {
+            float sums[WIDEST];
+            Softmax whole = {0, 0};
+            for (int64_t s = 0; s < spans.spans; s++) {
+                int64_t at = s * spans.queries + q;
+                merged(&whole, sums, spans.softmaxes[at], spans.sums + at * size, size);
+            }
+            int64_t place = start_of(read, row) + q / group;
+            put(of->out + (place * read->heads + head * group + q % group) * size, whole, sums,
+                    size);
+        }
+    }
+}
+
+/* Room for what is merged: this thread's own, until it asks again. */
+static float *merging_room(int64_t numbers) {
+    static _Thread_local Scratch room;
+    return enlarged(&room, numbers);
 }
 
 /* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads,
@@ -347,8 +526,21 @@ void draftproof_attention(const Read *read, const Layer *layer, const bf16 *inne
     int64_t wanted = read->threads > shared ? (read->threads + shared - 1) / shared : 1;
     int64_t each = (queries + wanted - 1) / wanted;
     each = each > MOST ? MOST : (each + TOGETHER - 1) / TOGETHER * TOGETHER;
-    Attention of = {read, layer, inner, norm, stores, out, (queries + each - 1) / each, each};
+    Attention of = {read, layer, inner, norm, stores, out, (queries + each - 1) / each, each, {0}};
     share_out(write_heads, &of, shared, 1 + SMALL / 4 / (queries * read->head_dim + 1),
             read->threads);
-    share_out(attend_parts, &of, shared * of.parts, 1, read->threads);
+    int64_t most = 0;
+    for (int64_t r = 0; r < read->rows; r++)
+        most = read->lengths[r] > most ? read->lengths[r] : most;
+    int64_t spans = most / SPAN + 2, merging = shared * spans * queries;
+    if (spans == 2 || read->nodes > FEW || merging * (read->head_dim + 2) > MOST_MERGED) {
+        share_out(attend_parts, &of, shared * of.parts, 1, read->threads);
+        return;
+    }
+    of.parts = spans - 1;
+    of.spans.sums = merging_room(merging * (read->head_dim + 2));
+    of.spans.softmaxes = (Softmax *)(of.spans.sums + merging * read->head_dim);
+    of.spans.spans = spans, of.spans.queries = queries;
+    share_out(attend_spans, &of, shared * of.parts, 1, read->threads);
+    share_out(merge_heads, &of, shared, 1, read->threads);
 }

@@ -156,17 +156,26 @@ static inline lanes partly(const bf16 *from, int64_t some) {
     return wide(held);
 }
 
+/* Room that grows with what is asked for. */
+typedef struct {
+    float *held;
+    int64_t size;
+} Scratch;
+
+static inline float *enlarged(Scratch *room, int64_t numbers) {
+    if (numbers > room->size) {
+        free_lines(room->held);
+        room->size = numbers + numbers / 2;
+        room->held = allocate_lines((size_t)room->size * sizeof(float));
+        if (!room->held) abort();
+    }
+    return room->held;
+}
+
 /* Room for so many numbers, this thread's own, until it asks again. */
 static inline float *scratch(int64_t numbers) {
-    static _Thread_local float *held;
-    static _Thread_local int64_t size;
-    if (numbers > size) {
-        free_lines(held);
-        size = numbers + numbers / 2;
-        held = allocate_lines((size_t)size * sizeof(float));
-        if (!held) abort();
-    }
-    return held;
+    static _Thread_local Scratch room;
+    return enlarged(&room, numbers);
 }
 
 typedef struct {
