@@ -7,7 +7,7 @@ repay. It stops where the debt reaches a limit, and what does not seem to pay wa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from itertools import compress, pairwise
@@ -53,6 +53,10 @@ class Budget(ABC):
         Returns:
             Nodes to draft per row; 0 for none.
         """
+
+    def at_most(self, count: int) -> int:
+        """The largest of the sizes that it chooses from that is not above `count`. Default: any."""
+        return count
 
     def record(self, done: Round) -> None:
         """The round that was chosen is over. Default: nothing is learned.
@@ -186,6 +190,9 @@ class Adaptive(Budget):
             total.append(total[-1] + width * chance)
             before = middle
         return total
+
+    def at_most(self, count: int) -> int:
+        return self.sizes[bisect_right(self.sizes, count) - 1]
 
     def record(self, done: Round) -> None:
         self.rest = max(0, self.rest - 1)

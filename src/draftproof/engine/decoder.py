@@ -177,8 +177,7 @@ class Decoder:
         if self.chunks is None or not self.chunks.pending:
             return nodes
         most = self.chunks.most_drafts(len(self.batch.running))
-        sizes = getattr(self.budget, "sizes", range(nodes + 1))     # what it can learn from
-        return max(size for size in sizes if size <= min(nodes, most))
+        return self.budget.at_most(min(nodes, most))
 
     def _draft(self, frontier: Frontier) -> TokenTree:
         """What is forced, and the drafter's proposal, of which no more is read than the budget

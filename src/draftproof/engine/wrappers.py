@@ -139,6 +139,9 @@ class BroadcastBudget(Budget):
     def choose(self, state: State) -> int:
         return self.group.number(self.budget.choose(state) if self.group.is_main_process else 0)
 
+    def at_most(self, count: int) -> int:
+        return self.budget.at_most(count)
+
     def record(self, done: Round) -> None:
         if self.group.is_main_process:
             self.budget.record(done)
