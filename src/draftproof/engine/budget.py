@@ -55,7 +55,14 @@ class Budget(ABC):
         """
 
     def at_most(self, count: int) -> int:
-        """The largest of the sizes that it chooses from that is not above `count`. Default: any."""
+        """The nearest size that it chooses from.
+
+        Args:
+            count: Draft tokens per row.
+
+        Returns:
+            The largest size that is not above `count`. Default: `count` itself.
+        """
         return count
 
     def record(self, done: Round) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 LEAST = 2
 """Tokens of the shortest chunk: reading the weights once for a single one is not worth it."""
 SHARE = 1.4
-"""Seconds of a chunk, in usual rounds. The round beside it drafts no more tokens than the chunk
+"""Seconds of a chunk, in usual rounds. The round next to it drafts no more tokens than the chunk
 has, so a stream waits for less than three of its usual gaps."""
 FADE = 0.8
 """Weight of what was known before the last round."""

@@ -86,7 +86,7 @@ class Decoder:
         seconds = time.perf_counter() - start
         self.clock.add_round(drafted - start + observed - kept, verified - drafted, seconds)
         # what is forced says nothing of what the drafter's own tokens are worth
-        if self.budget.most and not self.forced:
+        if not self.forced:
             self.budget.record(done._replace(seconds=seconds))
         if self.chunks is not None:
             self.chunks.round_took(seconds, frontier.budget)
@@ -160,7 +160,7 @@ class Decoder:
         if self.budget.most and not self.budget.rest and not forced:
             unread = self.drafter.unread(len(self.batch.pending))
             nodes = self.budget.choose(State(len(rows), longest, remaining / len(rows), unread))
-            nodes = self._beside_a_chunk(nodes)
+            nodes = self._within_chunk(nodes)
         if nodes and self.ends_early and len(rows) > 1 and self.target.skips_absent:
             most = min(nodes + max(2, nodes // 2), self.budget.most)
         ahead, deepest = max(nodes, most), self.drafter.deepest
@@ -172,7 +172,7 @@ class Decoder:
         view, sampler = self.batch.view, self.batch.sampler
         return Frontier(prefix, sampler, nodes, drawn, trees, floor, most, view)
 
-    def _beside_a_chunk(self, nodes: int) -> int:
+    def _within_chunk(self, nodes: int) -> int:
         """How many of so many nodes a round drafts if a chunk of a prompt came before it."""
         if self.chunks is None or not self.chunks.pending:
             return nodes
