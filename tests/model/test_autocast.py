@@ -60,6 +60,7 @@ def test_a_model_that_accelerate_unwrapped_is_run() -> None:
     accelerate = pytest.importorskip("accelerate")
     own = fresh("llama").float()
     wanted = load(own).generate([PROMPT], max_new_tokens=12)[0].tokens
+    accelerate.state.AcceleratorState._reset_state(True)    # another test may have chosen another
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     prepared = accelerator.prepare(own)
     with pytest.raises(UnsupportedModel, match=SAYS):
