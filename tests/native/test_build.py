@@ -184,7 +184,8 @@ def test_all_works_without_a_compiler(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env={**os.environ, **bare}, capture_output=True, text=True
     )
     assert done.stdout.split() == ["True"] * 4, done.stderr
-    (note,) = done.stderr.splitlines()                          # once, whatever runs
+    # once, whatever runs; torchao, which transformers imports if it is there, logs lines of its own
+    (note,) = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
     assert "slower" in note and "there is no C compiler; install gcc" in note
 
 
