@@ -122,16 +122,17 @@ PAGES = [ROOT.parents[1] / "README.md", *sorted(ROOT.parents[1].glob("docs/**/*.
 
 
 def test_links_of_the_documentation_lead_somewhere() -> None:
-    texts = {page: page.read_text() for page in PAGES}
-    headings = {page: {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
-                       for line in text.splitlines() if line.startswith("#")}
-                for page, text in texts.items()}
-    for page, text in texts.items():
+    def headings(page: Path) -> set[str]:
+        return {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+                for line in page.read_text().splitlines() if line.startswith("#")}
+
+    for page in PAGES:
+        text = page.read_text()
         for link in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
             name, _, heading = link.partition("#")
             to = (page.parent / name).resolve() if name else page
             assert to.exists(), f"{page.name}: {link}"
-            assert not heading or heading in headings[to], f"{page.name}: {link}"
+            assert not heading or heading in headings(to), f"{page.name}: {link}"
 
 
 def test_files_that_contributors_are_sent_to_are_there() -> None:
