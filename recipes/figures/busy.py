@@ -6,7 +6,7 @@
 Each engine writes on an idle machine, then beside one and beside two processes that never sleep,
 in turn, so that all see the same machine. FILE is decoded plainly and with the default drafter;
 MODEL, a folder or hub id, likewise in 8 bits (int8). Speeds are medians, timed after the prompt is
-read; behind each is the share that is left of the speed on an idle machine.
+read; next to each is the share that is left of the speed on an idle machine.
 """
 
 from __future__ import annotations

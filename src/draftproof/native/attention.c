@@ -34,7 +34,7 @@ typedef struct {
 } Held;
 
 /* Queries of one head of keys, in one row, and what they are reckoned with over the slots from
- * `base` on, a multiple of SPAN, up to `length`, and the `nodes` behind it: heads and sums [count]
+ * `base` on, a multiple of SPAN, up to `length`, and the `nodes` after it: heads and sums [count]
  * [size], scores, later chances, [count][stride], and a tile of keys [size][BLOCK]. */
 typedef struct {
     Query *queries;
@@ -146,7 +146,7 @@ static void all_softened(const Heard *of, const Query *query, float *scores, Sof
     }
 
 /* Numbers of the BLOCK keys from `slot` on beside those of the others, in the tile. What lies
- * behind the last slot may be nobody's, and is not read. */
+ * after the last slot may be nobody's, and is not read. */
 static void beside(const Heard *of, int64_t slot) {
     int64_t size = of->size, some = of->length + of->nodes - slot;
     const bf16 *keys = (const bf16 *)of->held.keys + slot * size;
@@ -235,7 +235,7 @@ ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int 
 }
 
 /* Sums of the values of `some` queries from `first` on, over slots `from` to `to`, few of them at a
- * time, which stay in the first cache, and these `count` slots behind. */
+ * time, which stay in the first cache, and these `count` slots after. */
 ALWAYS void summed(const Heard *of, int64_t first, const int some, const int coded, int64_t from,
         int64_t to, const int64_t *slots, int64_t count) {
     memset(of->sums + first * of->size, 0, (size_t)(some * of->size) * sizeof(float));
@@ -300,7 +300,7 @@ typedef struct {
 } Spans;
 
 /* Attention of queries `from` to `to` that share the keys of one head, in one row, over spans `first`
- * to `last`, of which the last one of the text has all that lie in or behind the last committed
+ * to `last`, of which the last one of the text has all that lie in or after the last committed
  * slot. A query is (node, head of the group). To `out`, or to be merged to `spans`, if there are
  * any, of this head. */
 static void attended(const Read *read, const Layer *layer, int64_t row, int64_t key_head,
@@ -310,7 +310,7 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
     int64_t size = read->head_dim, group = read->heads / read->key_heads, nodes = read->nodes;
     int64_t begin = start_of(read, row), count = to - from, length = read->lengths[row];
     int64_t stride = (SPAN + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES, paths[count][nodes];
-    int64_t most = nodes / SPAN + 2;                        /* spans behind those that are full */
+    int64_t most = nodes / SPAN + 2;                        /* spans after those that are full */
     Query queries[count];
     Softmax found[most], whole[count], parts[most][count];
     Heard heard = {
@@ -342,10 +342,10 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
         if (queries[q].start < heard.earliest) heard.earliest = queries[q].start;
     }
     for (int64_t span = first; span < last; span++) {
-        int64_t base = span * SPAN, behind = length / SPAN == span;
-        heard.base = base, heard.length = behind ? length : base + SPAN;
-        heard.nodes = behind ? nodes : 0;
-        if (!behind && heard.earliest >= heard.length) {
+        int64_t base = span * SPAN, last_of_text = length / SPAN == span;
+        heard.base = base, heard.length = last_of_text ? length : base + SPAN;
+        heard.nodes = last_of_text ? nodes : 0;
+        if (!last_of_text && heard.earliest >= heard.length) {
             for (int64_t q = 0; spans && q < count; q++)
                 spans->softmaxes[span * spans->queries + from + q] = (Softmax){0, 0};
             continue;
@@ -369,7 +369,7 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
                 memcpy(spans->sums + at * size, sums, (size_t)size * sizeof *sums);
             }
         }
-        for (int64_t s = span + some; spans && behind && s < spans->spans; s++)
+        for (int64_t s = span + some; spans && last_of_text && s < spans->spans; s++)
             for (int64_t q = 0; q < count; q++)
                 spans->softmaxes[s * spans->queries + from + q] = (Softmax){0, 0};
     }
@@ -400,7 +400,7 @@ static Held held_of(const Read *read, void *const *stores, int64_t which) {
             coded ? (bf16 *)stores[2] + slot : NULL, coded ? (bf16 *)stores[3] + slot : NULL};
 }
 
-/* Keys and values of one row's nodes that are read, of one head, behind what is committed; keys
+/* Keys and values of one row's nodes that are read, of one head, after what is committed; keys
  * normed if there is a weight, and turned. */
 static void written(const Read *read, const Layer *layer, int64_t row, int64_t head,
         const bf16 *inner, const Norm *norm, Held held) {
@@ -517,7 +517,7 @@ static float *merging_room(int64_t numbers) {
 
 /* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads,
  * head_dim]: turn them, write keys and values to `stores` [rows, key_heads, capacity, head_dim]
- * behind the committed tokens, attend to those and to each node's own path; out [start_of(rows), heads,
+ * after the committed tokens, attend to those and to each node's own path; out [start_of(rows), heads,
  * head_dim]. */
 void draftproof_attention(const Read *read, const Layer *layer, const bf16 *inner, const Norm *norm,
         void *const *stores, bf16 *out) {

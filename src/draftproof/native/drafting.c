@@ -73,7 +73,7 @@ int64_t draftproof_well_formed(const int64_t *tokens /* [rows, nodes] */,
 
 /* The nodes of trees that stand: those picked at their parents, whose ancestors stand too. Of the
  * path to the first of the deepest: its nodes, root first, places beyond it hold their own index.
- * found: how many they are, what was picked behind them, how many nodes behind the root are not
+ * found: how many they are, what was picked after them, how many nodes after the root are not
  * absent, and how deep these go. The root is the parent of a node whose own does not come before
  * it. */
 void draftproof_accept(const int64_t *tokens /* [rows, nodes] */,
@@ -157,11 +157,11 @@ void draftproof_best_tokens(const bf16 *logits /* [rows, vocab] */,
 }
 
 /* Draft a chain per row. Each row reads what it lacks of its text, up to its root at
- * positions[row], and has lengths[row] = positions[row] then; behind the root, token after token
+ * positions[row], and has lengths[row] = positions[row] then; after the root, token after token
  * the best of each, each read in turn as the next node of the scratch. places name the noise
  * of the root. A row ends after `steps` tokens, where the logarithm of the chance that its chain
  * stands is below `floor`, where nothing may be chosen; and of all rows together only the likeliest
- * `nodes` tokens are kept. tokens: the root first, `absent` behind the end. turns, likewise, with
+ * `nodes` tokens are kept. tokens: the root first, `absent` after the end. turns, likewise, with
  * how many nodes per row each would be kept. reads: how many tokens of
  * a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more, the
  * root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and

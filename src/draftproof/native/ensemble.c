@@ -28,7 +28,7 @@ static inline int64_t placed(const Table *table, int64_t before, int64_t token, 
     return (((int32_t)key >> table->shift) & (table->slots - 1)) + (alone ? table->slots : 0);
 }
 
-/* Learn what came out behind each node of trees: the `count` best tokens, of which the table keeps
+/* Learn what came out after each node of trees: the `count` best tokens, of which the table keeps
  * no more than it has room for, and their logits. The tokens before the roots are `last`. */
 void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, nodes] */,
         const int64_t *parents /* [rows, nodes] */, const int64_t *last /* [rows] */,
@@ -91,7 +91,7 @@ void draftproof_likely_successors(const Table *table, const Texts *texts,
     }
 }
 
-/* Judge pools that were proposed behind roots at `asked` by the texts that came: in counts, by kind
+/* Judge pools that were proposed after roots at `asked` by the texts that came: in counts, by kind
  * of node, how many stood of how many judged. As in drafters/portfolio.py. */
 void draftproof_judge(float *counts /* [count, 2] */, int64_t count, float fade,
         const int64_t *pool /* [texts->rows, size] */,

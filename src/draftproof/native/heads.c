@@ -12,7 +12,7 @@ typedef struct {
 /* The `count` likeliest children of a parent and the logarithms of their chances, falling: its
  * pairs, each of whose chances [vocab] gains, and the head's own best choices. weight: what gains
  * are multiplied with. */
-static void behind(const Pairs *pairs, int64_t parent, const float *chances, const Scored *own,
+static void chances_after(const Pairs *pairs, int64_t parent, const float *chances, const Scored *own,
         float weight, Scored *best, int64_t count) {
     int64_t first = pairs->starts[parent], named = pairs->starts[parent + 1] - first;
     const int32_t *tokens = pairs->tokens + first;
@@ -151,7 +151,7 @@ static void grow_rows(const void *work, int64_t first, int64_t last) {
             rank[n] = 0, next[n] = -INFINITY;
             if (token[n] < 0 || token[n] >= of->pairs->vocab || depth[n] == heads) continue;
             int64_t at = r * heads + depth[n];
-            behind(of->pairs, token[n], of->chances + at * (of->vocab + LANES),
+            chances_after(of->pairs, token[n], of->chances + at * (of->vocab + LANES),
                     of->own + at * most, push, lists + n * most, most);
             next[n] = chance[n] + lists[n * most].score;
         }
@@ -159,7 +159,7 @@ static void grow_rows(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* Each row's tree of the likeliest nodes behind its root by logits and pairs, in falling order of
+/* Each row's tree of the likeliest nodes after its root by logits and pairs, in falling order of
  * their chances, of which at most `children` have one parent. With a shape, the tree of this shape
  * instead: each node's parent, and which of its children it is. Noise, places, heats and trusts as
  * for a chain. */
@@ -193,7 +193,7 @@ typedef struct {
     int64_t hidden, layers, smooth, first;
 } Recurrence;
 
-/* x [rows, hidden] embeddings of the next tokens and, behind the first, `back` the states before
+/* x [rows, hidden] embeddings of the next tokens and, after the first, `back` the states before
  * them, become states. */
 static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *beside,
         int64_t rows, int64_t threads) {
@@ -211,7 +211,7 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
     }
 }
 
-/* Beam search: `length` steps of `width` beams and as many children of each, behind context and
+/* Beam search: `length` steps of `width` beams and as many children of each, after context and
  * roots. All that is weighed goes into pools [rows, .]: tokens, parents (places in the pool),
  * logarithms of the chance of the path; the root is in place 0. A search may end early below
  * `floor`, as a chain does. Returns the size of a pool. */

@@ -68,7 +68,7 @@ static void gate_parts(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* out = silu(gate) * up, or GELU's; gate and up lie behind each other: [rows, 2 * size] to [rows,
+/* out = silu(gate) * up, or GELU's; gate and up lie one after the other: [rows, 2 * size] to [rows,
  * size]. */
 void draftproof_gate(const bf16 *gate_up /* [rows, 2, (size + 15) // 16 * 16] */,
         bf16 *out /* [rows, (size + 15) // 16 * 16] */, int64_t gelu, int64_t rows, int64_t size,
@@ -119,7 +119,7 @@ static void embed_rows(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* Read a model: tokens [start_of(rows)] become hidden states behind the final norm, in `last`, and
+/* Read a model: tokens [start_of(rows)] become hidden states after the final norm, in `last`, and
  * logits of these, if they are wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens
  * the model does not know are read as some that it knows. stores: those of each layer in turn.
  * work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates)

@@ -36,7 +36,7 @@ enum { BLOCK = 64, STRIPS = 4 };
 #endif
 
 /* What is to be computed. The rows of inputs lie chunk by chunk; those of a chunk block by block, a
- * block of one row behind that of another. */
+ * block of one row after that of another. */
 typedef struct {
     const Linear *layer;
     const bf16 *inputs;

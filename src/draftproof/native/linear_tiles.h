@@ -58,7 +58,7 @@ static void tiles_released(void) {
     tile_form = 0;
 }
 
-/* Ask memory for the weights EARLY steps behind those of step `i`. */
+/* Ask memory for the weights EARLY steps after those of step `i`. */
 static inline void ahead(int64_t i, int64_t steps, const char *here, const char *next) {
     const char *from = i + EARLY < steps ? here + EARLY * STEP : next + (i + EARLY - steps) * STEP;
     _Pragma("GCC unroll 32") for (int line = 0; line < STEP; line += 64)

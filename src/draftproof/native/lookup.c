@@ -95,7 +95,7 @@ static inline int32_t tagged(const Index *index, uint32_t tag, int64_t token) {
     return (int32_t)(tag + ((uint32_t)token + 1) * (uint32_t)index->follow);
 }
 
-/* Write counts[row] tokens behind `ends`, each behind its contexts; tails are the text before them.
+/* Write counts[row] tokens after `ends`, each after its contexts; tails are the text before them.
  * Ends and tails move on. */
 void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
         int64_t *ends /* [rows] */, const int64_t *owners /* [rows] */,
