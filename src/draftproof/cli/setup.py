@@ -31,12 +31,15 @@ def config_of(model: str, options: dict[str, Any], bf16: bool) -> EngineConfig:
 
 def engine_of(config: EngineConfig) -> Engine:
     """Load everything and check it against each other; it stays as long as the process does."""
-    with show.loading("starting PyTorch"):
-        from draftproof.engine.load import build
+    gc.disable()                # imports and vocabularies make a million objects, and no garbage
+    try:
+        with show.loading("starting PyTorch"):
+            from draftproof.engine.load import build
 
-        engine = build(config)
-    gc.freeze()                 # to look through all of it for garbage takes a quarter of a second
-    return engine
+            return build(config)
+    finally:
+        gc.freeze()             # to look through all of it for garbage takes a quarter of a second
+        gc.enable()
 
 
 def check_sampling(options: dict[str, Any]) -> None:

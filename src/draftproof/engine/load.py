@@ -50,6 +50,7 @@ from draftproof.model.names import is_import
 from draftproof.model.native_model import NativeModel
 from draftproof.model.parallel import ProcessGroup, form_group
 from draftproof.model.target import Target, target_of
+from draftproof.native.kernels import kernels
 from draftproof.tokenizer.codec import Codec
 from draftproof.weights.packed_linear import pack_linears
 from draftproof.weights.quantize import PASSAGE
@@ -139,6 +140,7 @@ def _codec_of_file(config: EngineConfig) -> Future[Codec | None] | None:
     if not isinstance(config.model, (str, Path)) or not GGUFFile.recognises(config.model):
         return None
     GGUFFile.open(config.model)                         # once, for both
+    kernels()                   # opens many files, each of which would wait for the other thread
     pool = ThreadPoolExecutor(1)
     future = pool.submit(
         codec_of, config.tokenizer, config.model, None, config.trust_remote_code

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -87,11 +88,13 @@ class Cursor:
 
 
 class Strings(Sequence[str]):
-    """An array of strings, decoded when first read."""
+    """An array of strings, decoded when first read, once for all threads."""
 
-    def __init__(self, cursor: Cursor, start: int, count: int, what: str) -> None:
-        self._cursor, self._start, self._count, self._what = cursor, start, count, what
+    def __init__(self, cursor: Cursor, start: int, end: int, count: int, what: str) -> None:
+        self._cursor, self._start, self._end = cursor, start, end
+        self._count, self._what = count, what
         self._items: list[str] | None = None
+        self._lock = Lock()
 
     def __len__(self) -> int:
         return self._count
@@ -108,18 +111,24 @@ class Strings(Sequence[str]):
 
     def _decoded(self) -> list[str]:
         if self._items is None:
-            data, offset, unpack = self._cursor.data, self._start, _LENGTH.unpack_from
-            items = []
-            try:
-                for _ in range(self._count):
-                    start = offset + 8
-                    offset = start + unpack(data, offset)[0]
-                    items.append(str(data[start:offset], "utf-8"))
-            except UnicodeDecodeError as error:
-                what = f"string {len(items)} of {self._what} is not UTF-8 text"
-                raise self._cursor.damaged(what) from error
-            self._items = items
+            with self._lock:
+                if self._items is None:
+                    self._items = self._read()
         return self._items
+
+    def _read(self) -> list[str]:
+        # slices of bytes are decoded in half the time of slices of a memoryview
+        data, offset, unpack = bytes(self._cursor.data[self._start : self._end]), 0, _LENGTH.unpack_from
+        items = []
+        try:
+            for _ in range(self._count):
+                start = offset + 8
+                offset = start + unpack(data, offset)[0]
+                items.append(data[start:offset].decode())
+        except UnicodeDecodeError as error:
+            what = f"string {len(items)} of {self._what} is not UTF-8 text"
+            raise self._cursor.damaged(what) from error
+        return items
 
 
 class Metadata(dict[str, Any]):
@@ -218,7 +227,7 @@ def _array(cursor: Cursor, what: str, kind: int, count: int) -> np.ndarray | Str
         raise cursor.damaged(f"{what} is an array of {count} strings")
     start = cursor.offset
     cursor.skip_strings(count, what)
-    return Strings(cursor, start, count, what)
+    return Strings(cursor, start, cursor.offset, count, what)
 
 
 def _numbers(cursor: Cursor, what: str, kind: int, count: int) -> np.ndarray:
