@@ -118,8 +118,8 @@ class Strings(Sequence[str]):
 
     def _read(self) -> list[str]:
         # slices of bytes are decoded in half the time of slices of a memoryview
-        data, offset, unpack = bytes(self._cursor.data[self._start : self._end]), 0, _LENGTH.unpack_from
-        items = []
+        data = bytes(self._cursor.data[self._start : self._end])
+        offset, unpack, items = 0, _LENGTH.unpack_from, []
         try:
             for _ in range(self._count):
                 start = offset + 8
