@@ -9,11 +9,11 @@ class LastFollower(dp.Drafter):
     """Proposes one token: the one that followed the most recent earlier occurrence of the root."""
 
     name = "last-follower"
-    default_budget = 1
+    max_draft_tokens = 1
 
     def propose(self, frontier: dp.Frontier) -> dp.TokenTree:
         prefix, root = frontier.prefix, frontier.prefix.root[:, None]
-        if frontier.budget == 0:
+        if frontier.max_draft_tokens == 0:
             return dp.TokenTree.chain(root)
         places = torch.arange(prefix.tokens.shape[1])
         seen = (prefix.tokens == root) & (places < prefix.position[:, None])            # [B, S]

@@ -55,7 +55,7 @@ def _budgets_that_need_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     from draftproof.engine import engine
     from draftproof.engine.budget import Fixed
 
-    monkeypatch.setattr(engine, "usual_budget", lambda drafter: Fixed(drafter.default_budget))
+    monkeypatch.setattr(engine, "usual_budget", lambda drafter: Fixed(drafter.max_draft_tokens))
 
 
 @pytest.fixture(params=["kernels", "operators"])

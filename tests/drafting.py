@@ -55,17 +55,17 @@ class Oracle(Drafter):
         for prompt, answer in self.answers.items():
             whole = [*prompt, *answer]
             if tuple(text[: len(prompt)]) == prompt and whole[: len(text)] == text:
-                ahead = whole[place + 1 : place + 1 + frontier.budget]
+                ahead = whole[place + 1 : place + 1 + frontier.max_draft_tokens]
                 ahead = [(token + 1) % VOCAB for token in ahead] if self.wrong else ahead
-                return [text[-1], *ahead, *[ABSENT] * (frontier.budget - len(ahead))]
-        return [text[-1], *[ABSENT] * frontier.budget]
+                return [text[-1], *ahead, *[ABSENT] * (frontier.max_draft_tokens - len(ahead))]
+        return [text[-1], *[ABSENT] * frontier.max_draft_tokens]
 
 
 class Guess(Drafter):
     """Random trees of another shape in every round and row: with absent nodes, ragged."""
 
     name = "guess"
-    default_budget = 6
+    max_draft_tokens = 6
 
     def __init__(self, vocab: int = VOCAB) -> None:
         self.vocab, self.dice = vocab, torch.Generator().manual_seed(5)
@@ -76,23 +76,24 @@ class Guess(Drafter):
         paths = torch.randint(self.vocab, (rows, width, 4), generator=self.dice)
         paths[torch.rand(paths.shape, generator=self.dice) < 0.2] = ABSENT
         paths[:, :, 0] = frontier.prefix.root[:, None].cpu()
-        if frontier.budget + 1 < 4:
+        if frontier.max_draft_tokens + 1 < 4:
             return TokenTree.root(frontier.prefix.root)
-        return TokenTree.from_paths(paths.to(frontier.prefix.root.device), frontier.budget + 1)
+        device, nodes = frontier.prefix.root.device, frontier.max_draft_tokens + 1
+        return TokenTree.from_paths(paths.to(device), nodes)
 
 
 class Hinted(Drafter):
     """Trees that hold the truth on one branch and noise on the others; `inner` is an `Oracle`."""
 
     name = "hinted"
-    default_budget = 8
+    max_draft_tokens = 8
 
     def __init__(self, inner: Oracle) -> None:
         self.inner, self.dice = inner, torch.Generator().manual_seed(7)
 
     def propose(self, frontier: Frontier) -> TokenTree:
         proposed = self.inner.propose(frontier).tokens  # [B, K+1]
-        if frontier.budget < 8:
+        if frontier.max_draft_tokens < 8:
             return TokenTree.chain(proposed)
         known = proposed.cpu()
         right = known[:, :4]
@@ -109,11 +110,12 @@ class Fading(Budget):
     """A budget that goes to 0 for a while and comes back: K → 0 → K."""
 
     def __init__(self, most: int = 5) -> None:
-        self.most, self.round = most, 0
+        self.max_draft_tokens, self.round = most, 0
 
     def choose(self, state: State) -> int:
         self.round += 1
-        return (self.most, self.most, 0, 0, 0, 1, self.most, 0, 2)[self.round % 9]
+        most = self.max_draft_tokens
+        return (most, most, 0, 0, 0, 1, most, 0, 2)[self.round % 9]
 
 
 class Watch(DrafterWrapper):
@@ -149,7 +151,7 @@ def assert_well_formed(tree: TokenTree, frontier: Frontier) -> None:
     """The root first, parents before children, within the budget, nothing below an absent node."""
     assert torch.equal(tree.tokens[:, 0], frontier.prefix.root)
     unsure = tree.confidence is None and tree.budget_rank is None
-    allowed = frontier.budget if unsure else frontier.max_nodes
+    allowed = frontier.max_draft_tokens if unsure else frontier.max_nodes
     assert ((tree.tokens != ABSENT).sum(1) - 1 <= allowed).all()
     numbers = torch.arange(tree.tokens.shape[1])
     assert (tree.parents < numbers).all() and (tree.parents[:, 1:] >= 0).all()

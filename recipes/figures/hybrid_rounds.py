@@ -29,11 +29,11 @@ class Wrong(dp.Drafter):
     name = "wrong"
 
     def __init__(self, count: int) -> None:
-        self.default_budget = count
+        self.max_draft_tokens = count
 
     def propose(self, frontier: dp.Frontier) -> dp.TokenTree:
         root = frontier.prefix.root[:, None]
-        ahead = torch.arange(frontier.budget + 1, device=root.device)
+        ahead = torch.arange(frontier.max_draft_tokens + 1, device=root.device)
         return dp.TokenTree.chain((root + 7919 * ahead) % 32000)
 
 

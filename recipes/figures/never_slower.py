@@ -30,7 +30,7 @@ CLOCKS = (time.perf_counter, time.process_time)
 class Wrong(dp.Drafter):
     """Never right, or hardly. random: other tokens everywhere. seconds: what a draft costs."""
 
-    name, default_budget = "wrong", 7
+    name, max_draft_tokens = "wrong", 7
 
     def __init__(self, vocab_size: int, random: bool = False, seconds: float = 0.0) -> None:
         self.vocab_size, self.random, self.seconds = vocab_size, random, seconds
@@ -38,7 +38,7 @@ class Wrong(dp.Drafter):
     def propose(self, frontier: dp.Frontier) -> dp.TokenTree:
         end = time.perf_counter() + self.seconds
         root, position = frontier.prefix.root[:, None], frontier.prefix.position[:, None]
-        ahead = torch.arange(1, 1 + frontier.budget, device=root.device)
+        ahead = torch.arange(1, 1 + frontier.max_draft_tokens, device=root.device)
         drafted = root + 7 * ahead + 1
         if self.random:
             drafted = (root * 48271 + (position + ahead) * 69621) % 2147483647

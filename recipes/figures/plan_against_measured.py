@@ -103,7 +103,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def adaptive(drafter: dp.Drafter, budget: int | str) -> dp.Budget | None:
-    return Adaptive(drafter.default_budget) if budget == AUTO else None
+    return Adaptive(drafter.max_draft_tokens) if budget == AUTO else None
 
 
 def written(plain: Any, drafters: Any, asked: Any, texts: Any, batch: int, rounds: int) -> Any:

@@ -267,7 +267,7 @@ def test_a_read_sees_its_own_last_slot_wherever_it_ends(kind: str | None) -> Non
         for start in range(lead, text.shape[1], nodes):
             assert cache.reserve(nodes) >= start + nodes
             tree = TokenTree.chain(text[:, start : start + nodes])
-            cache.bound(start)
+            cache.set_max_length(start)
             found = own.read(tree, cache).logits
             cache.keep(None, torch.tensor([nodes]))
             step.append(found)

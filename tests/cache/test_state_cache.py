@@ -140,7 +140,7 @@ def test_memory_is_flat_where_all_is_rejected() -> None:
     cache = own.new_cache(1, 512)
     assert isinstance(cache, StateCache)
     for token in range(30):
-        tree = cache.fitted(chain([token % VOCAB, 1, 2, 3]))
+        tree = cache.truncate_tree(chain([token % VOCAB, 1, 2, 3]))
         block = cache.block(tree, 0)
         widths.add(block.tokens.shape[1])
         own.read(tree, cache)
@@ -172,7 +172,7 @@ def test_no_row_waits_longer_than_a_block() -> None:
     assert isinstance(cache, StateCache)
     for _ in range(60):
         drafted = torch.randint(VOCAB, (2, 5), generator=dice)
-        tree = cache.fitted(TokenTree.chain(drafted))
+        tree = cache.truncate_tree(TokenTree.chain(drafted))
         own.read(tree, cache)
         there = tree.present.sum(1)
         cache.keep(None, torch.minimum(there, 1 + torch.randint(5, (2,), generator=dice)))

@@ -31,7 +31,7 @@ def test_everything_at_once(
     said = call(
         "bench", target, "--drafter", "prompt-lookup", "--assistant-model", draft, "--prompts",
         str(some), "--batch", "1,2", "--temperature", "0,0.7",
-        "--num-assistant-tokens", "3", *SHORT, "--json", str(out),
+        "--max-draft-tokens", "3", *SHORT, "--json", str(out),
         "--plot", str(tmp_path / "b.png"))
     assert said.code == 0, said.err
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")

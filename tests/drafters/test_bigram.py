@@ -52,7 +52,7 @@ def grown(
     wish = Sampling(temperature=temperature, seed=3)
     prefix = paths_of([[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5]]).prefix
     asked = Frontier(prefix, sampler_of(wish, wish, Sampling(), ops=ops), 99)
-    return ops.run(bigram_tree, table.fitted(logits.shape[-1], HERE), logits, asked, nodes, shape,
+    return ops.run(bigram_tree, table.resized(logits.shape[-1], HERE), logits, asked, nodes, shape,
                    WEIGHT)
 
 
@@ -116,20 +116,20 @@ def test_nothing_has_a_chance_where_a_head_is_broken_or_all_is_forbidden(
 def test_bigrams_fit_the_target_or_are_refused() -> None:
     """Padding of its table has none. The C library trusts a table, and has room for so many."""
     bigrams = counted()[0]
-    wide = bigrams.fitted(VOCAB + 8, HERE)
+    wide = bigrams.resized(VOCAB + 8, HERE)
     assert wide.starts.tolist() == [*bigrams.starts.tolist(), *[len(bigrams.tokens)] * 8]
     assert (wide.rest[VOCAB:] == 0).all()
     few = Bigrams.counted(torch.tensor([1, 1, 2, 2]), torch.tensor([3, 3, 1, 1]), VOCAB)
-    assert few.fitted(8, HERE).starts.tolist() == [0, 0, 1, 2, 2, 2, 2, 2, 2]
+    assert few.resized(8, HERE).starts.tolist() == [0, 0, 1, 2, 2, 2, 2, 2, 2]
     starts, tokens, full = bigrams.starts.clone(), bigrams.tokens.clone(), few.starts.clone()
     starts[4], tokens[9], full[1:] = 10**6, -2, MOST + 1
     many = torch.zeros(MOST + 1, dtype=torch.int32)
     for broken in (bigrams._replace(starts=starts), bigrams._replace(tokens=tokens),
                    Bigrams(full, many, many.float(), few.rest)):
         with pytest.raises(DrafterMismatch, match="pairs"):
-            broken.fitted(VOCAB, HERE)
+            broken.resized(VOCAB, HERE)
     with pytest.raises(DrafterMismatch, match="up to 3, the target has 3"):
-        few.fitted(3, HERE)
+        few.resized(3, HERE)
 
 
 SHAPES = {"chain": TreeShape.chain(HEADS), "small": TreeShape(((0,), (2,), (2, 1), (2, 1, 0))),

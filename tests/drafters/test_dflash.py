@@ -281,7 +281,8 @@ def test_a_block_whose_root_predicts_as_well(tmp_path: Path, second: bool) -> No
     with torch.inference_mode():
         hidden, frontier = observed(drafter)
         states, logits = forward(w, {"layers": [(False, None)] * 2}, hidden, TEXT[-1])
-        path = drafter.propose(replace(frontier, trees=False, budget=BLOCK)).tokens[0].tolist()
+        frontier = replace(frontier, trees=False, max_draft_tokens=BLOCK)
+        path = drafter.propose(frontier).tokens[0].tolist()
     logits, states = (torch.cat([part[:1], part]) for part in (logits, states))  # token k: place k
     right = _selected(w, states, logits) if second else logits[1:].argmax(-1).tolist()
     assert path[:BLOCK] == [TEXT[-1], *right[: BLOCK - 1]] and len(path) == BLOCK + 1

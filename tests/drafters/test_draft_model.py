@@ -72,7 +72,8 @@ class Recording(DraftModel):
                 for length, own in zip(self.cache.lengths.tolist(), reads, strict=False)]
         keys = [layer.keys[row, :, :end].clone() for layer in self.cache.layers
                 for row, end in enumerate(ends)]
-        self.told.append((tree.within_budget(frontier.budget) if tree.budget_rank is None else tree,
+        most = frontier.max_draft_tokens
+        self.told.append((tree.within_budget(most) if tree.budget_rank is None else tree,
                           reads, keys))
         return tree
 
@@ -95,7 +96,7 @@ class Shared(Budget):
     """So many tokens per row, of which one row may have more."""
 
     def __init__(self, count: int, most: int, floor: float) -> None:
-        self.count, self.most, self.floor = count, most, floor
+        self.count, self.max_draft_tokens, self.min_confidence = count, most, floor
 
     def choose(self, state: State) -> int:
         return self.count

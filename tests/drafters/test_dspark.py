@@ -82,7 +82,7 @@ def test_each_place_knows_the_token_before(tmp_path: Path, kind: str, place: str
     with torch.inference_mode():
         hidden, frontier = observed(drafter)
         states, logits = forward(w, {"layers": [(False, None)] * 2}, hidden, TEXT[-1])
-        frontier = published.replace(frontier, trees=False, budget=BLOCK)
+        frontier = published.replace(frontier, trees=False, max_draft_tokens=BLOCK)
         path, sure = drafter.propose(frontier).tokens[0].tolist(), 0.0
         state, before, right = torch.zeros(RANK, dtype=torch.float64), TEXT[-1], [TEXT[-1]]
         for slot in range(BLOCK):

@@ -33,7 +33,7 @@ def test_a_folder_of_heads_drafts(tmp_path: Path) -> None:
         engine = load(model(), drafter=str(tmp_path / name), draft_tree=tree, budget=nodes)
         done = engine.generate(prompts(8), max_new_tokens=20)
         assert [(one.tokens, one.finish_reason) for one in done] == plain
-        assert engine.drafter.default_budget == nodes
+        assert engine.drafter.max_draft_tokens == nodes
         assert name == "four" or accepted_share(done) > 0.05
 
 
@@ -55,7 +55,7 @@ def test_names_that_cannot_be_loaded_are_one_sentence(
         with pytest.raises(BadInput, match="oak"):
             load(model(), draft_tree="oak", **options)
     engine = load(model(), **draft, draft_tree="zephyr_stage2")
-    assert engine.budget.most == len(CHOICES["zephyr_stage2"])
+    assert engine.budget.max_draft_tokens == len(CHOICES["zephyr_stage2"])
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,8 @@ class Scene:
 
     def propose(self, budget: int, trees: bool = True) -> TokenTree:
         with torch.inference_mode():
-            return self.drafter.propose(replace(self.frontier, budget=budget, trees=trees))
+            frontier = replace(self.frontier, max_draft_tokens=budget, trees=trees)
+            return self.drafter.propose(frontier)
 
 
 # Heads ------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def test_published_sets_are_trees_of_which_a_smaller_budget_takes_the_first(name
     paths, stage = CHOICES[name], Scene(noisy_head(4), Sampling(), tree=name)
     assert len(paths) == len(set(paths)) == 63 and max(map(max, paths)) == 9
     assert [sum(len(path) == depth for path in paths) for depth in (1, 2, 3, 4)] == PER_DEPTH[name]
-    assert (stage.drafter.default_budget, stage.drafter.deepest) == (63, 4)
+    assert (stage.drafter.max_draft_tokens, stage.drafter.deepest) == (63, 4)
     best = stage.logits.topk(10, -1).indices
     for budget in range(1, 65):
         assert len(TreeShape(paths[:budget])) == 1 + min(budget, 63)    # refuses an orphan
@@ -184,7 +185,7 @@ def after(head: MedusaHead, token: int, logits: Tensor) -> Tensor:
     if head.pairs is None:
         return logits
     none = torch.zeros(1, VOCAB, dtype=logits.dtype)
-    pairs = head.pairs.fitted(VOCAB, logits.device)
+    pairs = head.pairs.resized(VOCAB, logits.device)
     law = pairs.after(torch.tensor([[token]]), none, torch.full((1, 1, 1), WEIGHT))
     return logits + law[0, 0]
 
@@ -194,7 +195,7 @@ def test_a_target_that_cannot_read_trees_is_drafted_a_chain(head: Any) -> None:
     """Each choice is the likeliest after the one before, whatever tree was asked for."""
     for tree in (None, MEDUSA_TREE):
         stage = Scene(head(), Sampling(), tree=tree, vocabulary=Chains())
-        assert stage.drafter.default_budget == stage.drafter.deepest == 3
+        assert stage.drafter.max_draft_tokens == stage.drafter.deepest == 3
         for budget, length in ((2, 2), (9, 3)):
             found = stage.propose(budget)
             assert found.is_chain and found.tokens.shape == (3, length + 1)
@@ -228,7 +229,7 @@ def test_trees_that_cannot_be_drafted_are_refused() -> None:
         with pytest.raises((BadInput, DrafterMismatch, ValueError), match=words):
             Medusa(noisy_head(3), target(), tree)
     drafter = noisy_head(4).drafter(target())
-    assert (drafter.tree, drafter.default_budget, drafter.deepest) == (None, NODES, 4)
+    assert (drafter.tree, drafter.max_draft_tokens, drafter.deepest) == (None, NODES, 4)
 
 
 @needs_kernels

@@ -31,7 +31,7 @@ class Says(Drafter):
     """Always the same paths after the root, with confidence or without."""
 
     name = "says"
-    default_budget = 4
+    max_draft_tokens = 4
 
     def __init__(self, paths: list[list[int]], confidence: Sequence[float] | None = None) -> None:
         self.paths, self.confidence = paths, confidence
@@ -47,10 +47,10 @@ class Says(Drafter):
         paths = torch.tensor(self.paths).expand(len(root), -1, -1)
         paths = torch.cat([root.expand(-1, paths.shape[1], 1), paths], -1)
         if self.confidence is None:
-            return TokenTree.from_paths(paths, frontier.budget + 1)
+            return TokenTree.from_paths(paths, frontier.max_draft_tokens + 1)
         steps = torch.tensor(self.confidence)[:, None].expand(-1, paths.shape[2] - 1)
         votes = torch.cat([torch.ones(len(self.confidence), 1), steps.cumprod(-1)], -1)
-        return TokenTree.from_paths(paths, frontier.budget + 1, votes.expand_as(paths))
+        return TokenTree.from_paths(paths, frontier.max_draft_tokens + 1, votes.expand_as(paths))
 
 
 class Row:
@@ -122,9 +122,9 @@ def test_members_get_the_hidden_states_they_want_and_never_draw() -> None:
         engine = Engine(target(), drafter, acceptance="rejection", budget=2)
         engine.generate(prompts(2, seed=3), max_new_tokens=5)
     whole = members[3]
-    assert len(whole.told) > 3 and all(frontier.drawn for frontier in whole.asked)
+    assert len(whole.told) > 3 and all(frontier.needs_draft_probs for frontier in whole.asked)
     for member in members[:3]:
-        assert not any(frontier.drawn for frontier in member.asked)
+        assert not any(frontier.needs_draft_probs for frontier in member.asked)
         for told, all_told in zip(member.told, whole.told, strict=True):
             assert (told.hidden is None) == (not member.hidden_layers)
             if told.hidden is not None and all_told.hidden is not None:
@@ -135,7 +135,7 @@ def test_members_get_the_hidden_states_they_want_and_never_draw() -> None:
 
 def test_a_portfolio_wants_what_its_members_want() -> None:
     both = Portfolio([TokenRecycling(), Medusa(medusa_head(), target())])
-    assert both.wants_top == TokenRecycling.wants_top and both.hidden_layers == (-1,)
+    assert both.top_k_needed == TokenRecycling.top_k_needed and both.hidden_layers == (-1,)
     assert both.deepest == max(TokenRecycling.deepest or 0, medusa_head().config.num_heads)
     assert Portfolio([PromptLookup(), TokenRecycling()]).deepest is None
 

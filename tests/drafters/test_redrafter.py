@@ -216,7 +216,7 @@ def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) 
         for trial, temperature in enumerate((0.0, 0.7, 1.3, 0.0)):
             params = {"temperature": temperature, "seed": trial}
             frontier = asking(drafter, hidden, list(range(40)), 99, **params)
-            frontier = replace(frontier, floor=0.3 if trial == 3 else 0.0)
+            frontier = replace(frontier, min_confidence=0.3 if trial == 3 else 0.0)
             once, native = drafter.propose(frontier), drafter.packed
             drafter.packed = None
             often, drafter.packed = drafter.propose(frontier), native

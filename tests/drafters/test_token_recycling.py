@@ -133,16 +133,16 @@ class Ask(Drafter):
     """Writes down what it is told; drafts the root again and again, or nothing."""
 
     name = "ask"
-    default_budget = 3
+    max_draft_tokens = 3
 
     def __init__(self, wants: int, draws: bool = True) -> None:
-        self.wants_top, self.draws, self.commits = wants, draws, list[Commit]()
+        self.top_k_needed, self.draws, self.commits = wants, draws, list[Commit]()
 
     def observe(self, commit: Commit) -> None:
         self.commits.append(commit)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        ahead = frontier.budget if self.draws else 0
+        ahead = frontier.max_draft_tokens if self.draws else 0
         return TokenTree.chain(frontier.prefix.root[:, None].repeat(1, 1 + ahead))
 
 
@@ -166,13 +166,13 @@ def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
 class Third(Budget):
     """Drafts in each third round, and rests meanwhile."""
 
-    most = 3
+    max_draft_tokens = 3
 
     def choose(self, state: State) -> int:
         return 3
 
     def record(self, done: Round) -> None:
-        self.rest = self.rest - 1 if self.rest else 2
+        self.cooldown = self.cooldown - 1 if self.cooldown else 2
 
 
 def test_what_rounds_and_rests_tell_is_kept_apart() -> None:

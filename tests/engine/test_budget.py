@@ -25,13 +25,13 @@ class Wild(Budget):
     """Drafts at random, or always so many, and keeps what it is told."""
 
     def __init__(self, most: int, seed: int = 0, size: int | None = None) -> None:
-        self.most, self.size, self.dice = most, size, random.Random(seed)
-        self.floor = 1e-9 if size else 0.0          # drafts may end early, and rows share
+        self.max_draft_tokens, self.size, self.dice = most, size, random.Random(seed)
+        self.min_confidence = 1e-9 if size else 0.0          # drafts may end early, and rows share
         self.states, self.rounds = list[State](), list[Round]()
 
     def choose(self, state: State) -> int:
         self.states.append(state)
-        wild = self.dice.choice((0, 0, 0, 1, 2, 3, self.most))
+        wild = self.dice.choice((0, 0, 0, 1, 2, 3, self.max_draft_tokens))
         return wild if self.size is None else self.size
 
     def record(self, done: Round) -> None:
@@ -48,7 +48,7 @@ def test_no_sequence_of_budgets_changes_the_text(
     for budget in (Wild(9, 0), Wild(9, 1)):
         engine = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=budget)
         assert texts(engine, asked, **wish) == wanted
-    monkeypatch.setattr(Target, "skips_absent", True)
+    monkeypatch.setattr(Target, "ragged_batches", True)
     adaptive = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=Adaptive(9))
     assert [texts(adaptive, asked, **wish) for _ in range(2)] == [wanted] * 2
 
@@ -91,7 +91,7 @@ def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str) -> None:
 def test_rows_of_a_batch_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row drafts beyond its part another does not; two tokens more than all on average are
     set aside for. Alone there is nobody to share with."""
-    monkeypatch.setattr(Target, "skips_absent", True)
+    monkeypatch.setattr(Target, "ragged_batches", True)
     asked, budget, sizes = prompts(6, seed=4), Wild(6, size=2), list[list[int]]()
     wish = {"max_new_tokens": 24, "sampling": BOTH, "batch_size": 3}
     wanted = texts(Engine(target()), asked, **wish)

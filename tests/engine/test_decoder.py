@@ -60,7 +60,7 @@ def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several rows, unless drafters learn from the others in the order in which they write."""
-    told, tell = list[int](), Batch.tell
+    told, tell = list[int](), Batch.notify_drafter
 
     def drafts() -> list[list[list[int]]]:
         inner, found = DRAFTERS[drafter](target()), list[TokenTree]()
@@ -87,7 +87,8 @@ def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
 
     together = drafts()
     assert max(told, default=2) >= 2
-    monkeypatch.setattr(Batch, "tell", lambda self, commit, plain: tell(self, commit, False))
+    monkeypatch.setattr(Batch, "notify_drafter",
+                        lambda self, commit, plain: tell(self, commit, False))
     assert together and drafts() == together
 
 
@@ -123,7 +124,8 @@ def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:
         name = "greedy"
 
         def propose(self, frontier: Frontier) -> TokenTree:
-            return TokenTree.chain(frontier.prefix.root[:, None].repeat(1, frontier.budget + 3))
+            root = frontier.prefix.root[:, None]
+            return TokenTree.chain(root.repeat(1, frontier.max_draft_tokens + 3))
 
     engine = Engine(target(), Greedy(), budget=2)
     with pytest.raises(DrafterMismatch, match="greedy proposed 4 nodes, 2 were allowed"):

@@ -70,7 +70,7 @@ def test_short_prompts_are_read_together_where_padding_costs_nothing(
     short, long, longer = ([3] * tokens for tokens in (3, 60, 70))
     one = decoder(PromptLookup(), rows=6).prompts
     assert [one.admissible(waiting) for waiting in ([], [short], [short] * 3)] == [0, 1, 1]
-    monkeypatch.setattr(Target, "skips_absent", True)
+    monkeypatch.setattr(Target, "ragged_batches", True)
     one = decoder(PromptLookup(), rows=6).prompts
     assert SHORT <= NODES, "they are read by the same layers as alone"
     assert [one.admissible([short] * count) for count in (3, 6)] == [3, 6]

@@ -55,7 +55,7 @@ def test_a_conversation_is_the_same_and_read_once(
         done, alone = (one.generate(text, max_new_tokens=10, sampling=sampling)[0]
                        for one in (with_it, without))
         assert done.tokens == alone.tokens and done.logprobs == alone.logprobs
-        if turn and with_it.target.skips_absent:
+        if turn and with_it.target.ragged_batches:
             assert 0 < since() < 10 * 6 + 20 < len(text)
         text = [*text, *done.tokens, *with_it.codec.encode(HERE)]
     several = [[5, 6, 7, 8], text[:60], [*text, 5, 6, 7], text[:100], [*text[:90], *text[:80]]]
@@ -73,7 +73,7 @@ def test_where_reads_differ_whole_chunks_of_prompts_alone_are_known(
     """A model without kernels of its own: the same reads are left out, none has another shape."""
     model = target().model
     engine, plain = (Engine(Target(model, kv_cache="int8")) for _ in range(2))
-    monkeypatch.setattr(Target, "skips_absent", False)
+    monkeypatch.setattr(Target, "ragged_batches", False)
     for one in (engine, plain):
         monkeypatch.setattr(one.target, "context", 700)
     engine.prefixes, text = PrefixCache(64 << 20), [2 + n * n % 29 for n in range(600)]

@@ -103,7 +103,7 @@ def test_sizes_come_from_a_small_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match="bucket"):
         ShapePolicy(bucket=0)
     monkeypatch.setattr("draftproof.engine.engine.usual_budget",
-                        lambda drafter: Adaptive(drafter.default_budget))
+                        lambda drafter: Adaptive(drafter.max_draft_tokens))
     budget = Engine(target(), PromptLookup(), shapes=CLOSED).budget
     assert isinstance(budget, Adaptive) and budget.sizes == (0, 1, 3, 7)
 

@@ -100,7 +100,7 @@ if __name__ == "__main__":
     found = everything(folder, engine, dtype)
     Path(place, f"found{rank}.json").write_text(json.dumps(found))
     options = ["run", folder, "--parallel", engine, "--dtype", dtype, "--drafter", "suffix",
-               "--num-assistant-tokens", "3"]
+               "--max-draft-tokens", "3"]
     command(*options, "--prompts", f"{folder}/rows.jsonl", "--out", f"{folder}/out.jsonl",
             "--max-new-tokens", "6")
     print("rows done", file=sys.stderr, flush=True)

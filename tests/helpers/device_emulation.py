@@ -247,8 +247,8 @@ def _patched(emulation: DeviceEmulation, engine: Engine) -> Iterator[None]:
             own: Any = self.drafter                                     # of this run
             own.propose = emulation.wrapped("draft", own.propose)
             own.observe = emulation.wrapped("observe", own.observe)
-            self.addresses, self._arrange = self._addresses(), self.batch.arrange
-            self.batch.arrange = self.between_rounds  # type: ignore[method-assign]
+            self.addresses, self._arrange = self._addresses(), self.batch.reorder
+            self.batch.reorder = self.between_rounds  # type: ignore[method-assign]
 
         def _addresses(self) -> list[int]:
             return [store.data_ptr() for layer in self.batch.cache.layers for store in layer.stores]

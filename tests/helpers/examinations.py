@@ -105,7 +105,7 @@ def by_noise() -> str:
 
 def by_streams() -> str:
     """Random numbers used twice."""
-    drawn = (name for name, rule in RULES.items() if rule.drawn)
+    drawn = (name for name, rule in RULES.items() if rule.needs_draft_probs)
     return "used twice" if any(sampling.draws_used_twice(name, 0) for name in drawn) else ""
 
 
@@ -135,7 +135,7 @@ class Script(Budget):
     """Draft tokens round by round, as written down; then none."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self.most, self.left = max(sizes), list(sizes)
+        self.max_draft_tokens, self.left = max(sizes), list(sizes)
 
     def choose(self, state: Any) -> int:
         return self.left.pop(0) if self.left else 0

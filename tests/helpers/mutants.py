@@ -323,7 +323,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("cache rows rearranged wrongly when a row retires", "16: KV of another row",
            around(CACHE + "select", reordered), "bits"),
     Mutant("text rows not moved when a row retires", "16: another row's history",
-           around("engine.batch:Batch.arrange", text_left), "bits", PENALISED),
+           around("engine.batch:Batch.reorder", text_left), "bits", PENALISED),
     Mutant("draft cache keeps rejected tokens", "17, 18: vLLM #39273, #14649",
            around(DRAFT + "observe", lambda own, self, commit: own(
                self, replace(commit, count=torch.full_like(commit.count, commit.tokens.shape[1]))

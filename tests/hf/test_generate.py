@@ -226,7 +226,7 @@ def test_a_number_of_draft_tokens_is_taken_and_transformers_default_is_not(
     own = fresh("llama")
     own.generate(**batch(1), **asked, max_new_tokens=4, pad_token_id=PAD, **OURS)
     (engine,) = own._draftproof.values()
-    assert engine.budget.most == (most or engine.drafter.default_budget)
+    assert engine.budget.max_draft_tokens == (most or engine.drafter.max_draft_tokens)
 
 
 def test_weights_and_dtypes_that_change_between_calls_are_taken_up() -> None:

@@ -72,10 +72,11 @@ def test_outcomes_are_enumerated_once_each() -> None:
     plans, seen = torch.full((1, 4), -1), {}
     while len(plans):
         outcomes, branches = Outcomes(plans), torch.arange(len(plans))
-        first = outcomes.take(branches, torch.tensor([[0.4, 0.6]]).double().expand(len(plans), -1))
+        probs = torch.tensor([[0.4, 0.6]]).double().expand(len(plans), -1)
+        first = outcomes.choose(branches, probs)
         laws = torch.tensor([second[int(one)] for one in first]).double()
         twice = torch.cat([branches, branches])             # a copy of a row draws as it does
-        then = outcomes.take(twice, torch.cat([laws, laws]))
+        then = outcomes.choose(twice, torch.cat([laws, laws]))
         assert torch.equal(then[: len(plans)], then[len(plans) :])
         for one, other, probability in zip(first, then, outcomes.mass.tolist(), strict=False):
             seen[int(one), int(other)] = probability

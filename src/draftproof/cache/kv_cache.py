@@ -25,36 +25,36 @@ CHUNKS = (32, 128, 256)
 
 
 def chunk_of(tokens: int, static: bool) -> int:
-    """Tokens of the next read of so many; with static shapes, padding included."""
+    """The size of the next chunk if `tokens` are left; with static shapes it includes padding."""
     sizes = CHUNKS if static else (tokens,)
     return next((size for size in sizes if tokens <= size <= CHUNKS[-1]), CHUNKS[-1])
 
 
 @dataclass
 class _Reach:
-    """What the host knows of how far rows reach: none holds more tokens than `longest`; nodes of
-    the last tree read."""
+    """An upper bound of row lengths that the host knows. longest: no row has more tokens. read:
+    nodes of the last tree that was read."""
 
     longest: int = 0
     read: int = 0
 
 
 class Layer(Protocol):
-    """What the cache needs of its layers."""
+    """What the cache requires of a layer."""
 
     @property
     def stores(self) -> tuple[Tensor, ...]: ...
     def rows(self, start: int, stop: int) -> Self: ...
-    def point_at(self, slots: Tensor, span: int) -> None: ...
+    def set_slots(self, slots: Tensor, span: int) -> None: ...
 
 
 class KVCache:
     """Per layer one `[B, heads, capacity, dim]` pair; per row a length. A view shares storage with
     its parent.
 
-    A read sees no more slots than the rows may reach. What they reach is bounded on the host,
-    without asking the device: every commit may have been a whole tree, until `bound` is told
-    better.
+    A read sees no more slots than the longest row may have. The host keeps an upper bound of that
+    without asking the device: it assumes that every commit was a whole tree, until `set_max_length`
+    says better.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class KVCache:
         return cls(layers, torch.zeros(rows, dtype=torch.int64, device=device), capacity)
 
     def for_module(self) -> object:
-        """The cache as a transformers module takes it: the same layers."""
+        """The same layers as a transformers cache."""
         if self._for_module is None:
             from draftproof.cache.module_cache import module_cache
 
@@ -91,38 +91,38 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is stored, [B, heads, capacity, ...] each, layer by layer."""
+        """All stores, layer by layer, each [B, heads, capacity, ...]."""
         return [store for layer in self.layers for store in layer.stores]
 
     def write_at(self, first: int, nodes: int) -> int:
         """Let the next forward write nodes `first` to `nodes`; return how many slots it may see."""
         span = self.reserve(nodes)
         slots = self.lengths[:, None] + torch.arange(first, nodes, device=self.lengths.device)
-        if not self.holds(nodes):                            # padding alone lies so far out
+        if not self.holds(nodes):                            # only padding lies beyond
             slots = slots.clamp(max=self.capacity - 1)
         for layer in self.layers:
-            layer.point_at(slots, span)
+            layer.set_slots(slots, span)
         return span
 
     def holds(self, nodes: int) -> bool:
-        """Whether so many nodes after any row are surely within the capacity."""
+        """Whether `nodes` nodes certainly fit after every row."""
         return self._reach.longest + nodes <= self.capacity
 
     def reserve(self, nodes: int) -> int:
-        """Note that a tree of so many nodes is read; return how many slots it may reach."""
+        """Record that a tree of `nodes` nodes is read; return how many slots it may see."""
         self._reach.read = nodes
         return min(-(-(self._reach.longest + nodes) // SPAN) * SPAN, self.capacity)
 
     def filled_span(self) -> int:
-        """How many slots hold all committed tokens of any row."""
+        """How many slots cover the committed tokens of all rows."""
         return min(max(SPAN, -(-self._reach.longest // SPAN) * SPAN), self.capacity)
 
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit: move scratch nodes `nodes` [B, D] to the front of the scratch and add `count` [B]
         to the lengths.
 
-        Nodes of a row ascend, so a path may overlap its destination; a node that holds its own
-        index stays. None: the nodes of a chain, which lie where they belong.
+        Nodes of a row ascend, so a path may overlap its destination; a node equal to its own index
+        stays. None: a chain, whose nodes are in place already.
         """
         if nodes is not None:
             self._compact(nodes)
@@ -131,20 +131,20 @@ class KVCache:
 
     @cached_property
     def stores(self) -> Stores | None:
-        """Where keys and values lie, layer by layer, for kernels."""
+        """Keys and values, layer by layer, for kernels; None if kernels cannot use them."""
         return Stores.of(self.tensors)
 
     def clear(self) -> None:
-        """Zero what is stored: NaN would pass a mask."""
+        """Zero all stores: NaN would pass a mask."""
         for store in self.tensors:
             store.zero_()
 
-    def bound(self, longest: int) -> None:
+    def set_max_length(self, longest: int) -> None:
         """No row of this cache or its parent holds more than `longest` tokens."""
         self._reach.longest = longest
 
-    def take(self, row: Tensor, other: KVCache) -> None:
-        """Put the one row of another cache of at most this capacity into row `row` [1]."""
+    def copy_row(self, row: Tensor, other: KVCache) -> None:
+        """Copy the only row of another cache, of at most this capacity, to row `row` [1]."""
         for store, source in zip(self.tensors, other.tensors, strict=True):
             front = store[(slice(None), *map(slice, source.shape[1:]))]
             if row.is_cpu:                              # twice as fast
@@ -154,7 +154,7 @@ class KVCache:
         self.lengths.index_copy_(0, row, other.lengths)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, in front; a row may be repeated. The rows after become
+        """Move these rows to the front, in this order; a row may be repeated. All other rows become
         empty."""
         changed = [(new, old) for new, old in enumerate(rows) if new != old]
         if changed:
@@ -168,19 +168,19 @@ class KVCache:
         self.lengths[len(rows) :] = 0
 
     def _held(self, rows: Tensor) -> int | None:
-        """The most tokens that one of these rows holds; None if that is not known on the host."""
+        """Tokens of the longest of these rows; None if the host does not know it."""
         return int(self.lengths[rows].max()) if self.lengths.is_cpu else None
 
     def rows(self, start: int, stop: int) -> KVCache:
-        """A view of rows `start` to `stop`: reading and keeping there leaves the others alone."""
+        """A view of rows `start` to `stop`. Its reads and commits do not touch other rows."""
         if (start, stop) == (0, len(self.lengths)):
             return self
         if (start, stop) not in self._views:
             self._views[start, stop] = self._view(start, stop)
         return self._views[start, stop]
 
-    def fitted(self, tree: TokenTree) -> TokenTree:
-        """What of a tree can be read in one pass: all of it."""
+    def truncate_tree(self, tree: TokenTree) -> TokenTree:
+        """The part of a tree that can be read in one pass: all of it."""
         return tree
 
     def _view(self, start: int, stop: int) -> Self:
@@ -202,7 +202,7 @@ def empty_layer(
     shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device,
     layer: type[KVLayer]
 ) -> Layer:
-    """Storage of one layer; `layer`: the class of those that store keys and values alone."""
+    """Storage of one layer. layer: the class of layers that store only keys and values."""
     if not shape.heads:
         from draftproof.cache.module_cache import EmptyLayer
 
@@ -220,8 +220,8 @@ def _read(store: Tensor, slots: Tensor) -> Tensor:
 
 
 def key_depths(tree: TokenTree, lengths: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """[B, S] of each slot: which node lies there (below 0: a committed token), and how many
-    positions after `lengths` it is."""
+    """[B, S] each: the node in a slot (negative: a committed token), and its position relative to
+    `lengths`."""
     node = torch.arange(span, device=lengths.device) - lengths[:, None]
     nodes = tree.tokens.shape[1]
     inside = (node >= 0) & (node < nodes)
@@ -236,9 +236,10 @@ def tree_mask(
 
     Node i of row b lies in slot ``lengths[b] + i`` and sees the slots below ``lengths[b]`` and its
     own ancestors.
-    window: see only that many positions back, itself included (sliding attention); chunked: only
-    positions of its own chunk of `window` (chunked attention). Additive: a boolean mask is added to
-    the scores, silently, by eager attention in transformers 5. No host synchronisation.
+    window: a node sees that many positions, itself included (sliding attention). chunked: it sees
+    the positions of its own chunk of `window` instead (chunked attention). The mask is additive,
+    because eager attention in transformers 5 silently adds a boolean mask to the scores. No host
+    synchronisation.
     """
     nodes = tree.tokens.shape[1]
     node, depth = key_depths(tree, lengths, span)

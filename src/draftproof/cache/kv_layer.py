@@ -63,7 +63,7 @@ class KVLayer:
         """A view of some rows."""
         return type(self)(*(store[start:stop] for store in self.stores))
 
-    def point_at(self, slots: Tensor, span: int) -> None:
+    def set_slots(self, slots: Tensor, span: int) -> None:
         """Let the next forward write at `slots` [B, W] and see the first `span`."""
         self.slots, self.span = slots, span
 

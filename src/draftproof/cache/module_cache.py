@@ -29,5 +29,5 @@ class EmptyLayer(DummyLayer):
     def rows(self, start: int, stop: int) -> Self:
         return self
 
-    def point_at(self, slots: Tensor, span: int) -> None:
+    def set_slots(self, slots: Tensor, span: int) -> None:
         """Nothing is written."""

@@ -108,8 +108,8 @@ class StateCache(KVCache):
     def stores(self) -> None:
         """States are moved by torch's operators."""
 
-    def fitted(self, tree: TokenTree) -> TokenTree:
-        """The chains without the nodes that do not fit into a block after what waits."""
+    def truncate_tree(self, tree: TokenTree) -> TokenTree:
+        """The chains without the nodes for which a block has no room after the waiting tokens."""
         nodes = tree.tokens.shape[1]
         room = max(BLOCK, nodes) - self.waiting
         if nodes <= int(room.min()):
@@ -139,7 +139,7 @@ class StateCache(KVCache):
         slots = slots.clamp(max=self.capacity - 1)          # junk alone lies so far out
         span = self.reserve(length)
         for layer in self.layers:
-            layer.point_at(slots, span)
+            layer.set_slots(slots, span)
         for layer, states in zip(self._stateful, known, strict=True):
             layer.begin(states)
         return Block(self.text.gather(1, slots), start, skipped)
@@ -187,9 +187,9 @@ class StateCache(KVCache):
                     for store, state in zip(layer.states, trail.after(row, tokens), strict=True):
                         store[row] = state.to(store.dtype)
 
-    def take(self, row: Tensor, other: KVCache) -> None:
+    def copy_row(self, row: Tensor, other: KVCache) -> None:
         assert isinstance(other, StateCache)
-        super().take(row, other)
+        super().copy_row(row, other)
         self.text[:, : other.capacity].index_copy_(0, row, other.text)
         self.waiting.index_copy_(0, row.cpu(), other.waiting)
 

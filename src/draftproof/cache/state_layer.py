@@ -59,7 +59,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         """A view of some rows."""
         return type(self)(self.shapes, tuple(state[start:stop] for state in self.states))
 
-    def point_at(self, slots: Tensor, span: int) -> None:
+    def set_slots(self, slots: Tensor, span: int) -> None:
         """States have no slots."""
 
     def begin(self, states: tuple[Tensor, ...]) -> None:
@@ -127,8 +127,8 @@ class HybridLayer(StateLayer, CacheLayerMixin):
         states = tuple(state[start:stop] for state in self.states)
         return type(self)(self.shapes, states, self.inner.rows(start, stop))
 
-    def point_at(self, slots: Tensor, span: int) -> None:
-        self.inner.point_at(slots, span)
+    def set_slots(self, slots: Tensor, span: int) -> None:
+        self.inner.set_slots(slots, span)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.inner.update(*args, **kwargs)

@@ -44,7 +44,7 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
                  + ("chains and trees" if target.reads_trees else "chains only"),
         **({"quantised": lines} if (lines := lost(made)) else {}),
     }  # fmt: skip
-    if drafts := made.budget.most:                      # a drafter was named, loads and fits
+    if drafts := made.budget.max_draft_tokens:          # a drafter was named, loads and fits
         facts["drafter"] = f"{made.drafter.name} fits, and drafts up to {drafts} tokens per round"
     facts |= {"same bits": probed.same, "other bits": probed.differ}
     if json_:

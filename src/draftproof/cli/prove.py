@@ -129,7 +129,7 @@ def _described(setup: EngineConfig, engine: Engine) -> dict[str, object]:
     return {
         "model": setup.model,
         "drafter": engine.drafter.name + (f" ({assistant})" if assistant else ""),
-        "draft_tokens": engine.budget.most,
+        "draft_tokens": engine.budget.max_draft_tokens,
         "device": str(engine.target.device),
         "dtype": str(engine.target.dtype).removeprefix("torch."),
         **({"quantised": "; ".join(lines)} if (lines := lost(engine)) else {}),

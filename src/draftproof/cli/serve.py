@@ -160,7 +160,8 @@ def _facts(server: Server) -> list[str]:
     memory = psutil.Process().memory_info().rss / 2**30
     dtype = str(target.dtype).removeprefix("torch.")
     quantised = f", {target.quantization}" if target.quantization is not None else ""
-    drafts = f"drafts up to {engine.budget.most} tokens a round" if engine.budget.most else "none"
+    most = engine.budget.max_draft_tokens
+    drafts = f"drafts up to {most} tokens a round" if most else "none"
     access = f"{len(keys)} API keys" if keys else "no API key: open to everybody"
     learns = ("from the texts of all" if server.owners.shared or not keys
               else "for each key from its own texts")

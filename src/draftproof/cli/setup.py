@@ -104,7 +104,7 @@ def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[st
     target, sampling = engine.target, vars(wanted).items()
     return {
         **config.explicit_options(),
-        "drafter": engine.drafter.name, "draft_tokens": engine.budget.most,
+        "drafter": engine.drafter.name, "draft_tokens": engine.budget.max_draft_tokens,
         "budget": type(engine.budget).__name__.lower(), "acceptance": engine.acceptance,
         "quantised": lost(engine), "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device), "ranks": target.group.size,

@@ -110,8 +110,8 @@ class Rule(NamedTuple):
     Attributes:
         accept: Called with the tree, the target's logits [B, N, V] after each of its nodes, and the
             frontier that was drafted from; returns what is accepted.
-        drawn: Whether drafts are to be drawn, and weighed with the probabilities they were drawn
-            from (Leviathan et al., arXiv 2211.17192); without it they may be chosen freely.
+        needs_draft_probs: Whether draft tokens must be drawn, with the probabilities that they were
+            drawn from (Leviathan et al., arXiv 2211.17192). Otherwise drafters may choose them.
 
     Example:
         >>> from draftproof.core.acceptance import RULES
@@ -119,7 +119,7 @@ class Rule(NamedTuple):
     """
 
     accept: Callable[[TokenTree, Tensor, Frontier], Accepted]
-    drawn: bool
+    needs_draft_probs: bool
 
 
 def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
@@ -137,11 +137,11 @@ def weighing(rule: Callable[[TokenTree, Tensor, Chance], Accepted]) -> Rule:
         probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
         return rule(tree, probs, frontier.sampler.chance(frontier.prefix))
 
-    return Rule(accept, drawn=True)
+    return Rule(accept, needs_draft_probs=True)
 
 
 RULES = {
-    "match": Rule(match, drawn=False),
+    "match": Rule(match, needs_draft_probs=False),
     "rejection": weighing(accept_by_rejection),
     "block": weighing(accept_by_block),
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftproof.core.former_names import FormerName
 from draftproof.core.ops import TORCH, Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import Sampler
@@ -102,29 +103,36 @@ class Frontier:
     """Where each row stands, and how much may be drafted.
 
     prefix: the true text of each row with its root. sampler: draws as the target will.
-    budget: how many tokens each row may draft this round; at 0 no drafter is asked.
-    drawn: draw draft tokens and attach their probabilities, for rules that weigh these; otherwise
-        choose them.
+    max_draft_tokens: the most tokens each row may draft this round; at 0 no drafter is called.
+    needs_draft_probs: draw draft tokens and attach their probabilities, which the acceptance rule
+        needs; otherwise choose them.
     trees: the target reads trees; otherwise only a chain will do.
-    floor: a path may end early where it is less likely than this to be accepted; 0: it may not.
-    most: how many tokens one row may draft if others draft fewer; 0 if rows share nothing. Of trees
-        with `confidence` the likeliest nodes of all rows are read, `budget` for each on average.
-    cache: the target's keys and values of these rows, a `KVCache`; for reading alone.
+    min_confidence: a path may end early where it is less likely than this to be accepted; 0: it may
+        not.
+    row_limit: the most tokens one row may draft if others draft fewer; 0 if rows share nothing. Of
+        trees with `confidence` the likeliest nodes of all rows are read, `max_draft_tokens` per row
+        on average.
+    cache: the target's keys and values of these rows, a `KVCache`; read-only.
     """
 
     prefix: Prefix
     sampler: Sampler
-    budget: int
-    drawn: bool = False
+    max_draft_tokens: int
+    needs_draft_probs: bool = False
     trees: bool = True
-    floor: float = 0.0
-    most: int = 0
+    min_confidence: float = 0.0
+    row_limit: int = 0
     cache: Any = None
+
+    budget: ClassVar = FormerName("max_draft_tokens")
+    drawn: ClassVar = FormerName("needs_draft_probs")
+    floor: ClassVar = FormerName("min_confidence")
+    most: ClassVar = FormerName("row_limit")
 
     @property
     def max_nodes(self) -> int:
         """The most tokens that any row may draft, by a drafter that gives confidence."""
-        return max(self.budget, self.most)
+        return max(self.max_draft_tokens, self.row_limit)
 
 
 class Successors(NamedTuple):

@@ -47,7 +47,7 @@ class Typical:
     @property
     def rule(self) -> Rule:
         """The rule as the decoder uses it."""
-        return Rule(self.accept, drawn=False)
+        return Rule(self.accept, needs_draft_probs=False)
 
     def accept(self, tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
         """The longest typical path, and a root drawn from the target's distribution after it.

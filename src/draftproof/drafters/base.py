@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftproof.core.former_names import FormerName, adopt_former_names
 from draftproof.core.messages import Commit, Features, Frontier
 from draftproof.core.ops import TORCH, Ops
 from draftproof.core.tree import TokenTree
@@ -29,30 +30,38 @@ T = TypeVar("T")
 class Drafter(ABC):
     """Drafts a tree of tokens that may follow each row's committed text.
 
-    A drafter's memory has one place per running row, in the batch's order. It must either choose
-    its tokens deterministically (given the text and the sampler's noise) or, when `frontier.drawn`
-    asks for it, draw them and attach the probabilities they were drawn from; there is no third
-    kind.
+    A drafter's memory has one entry per running row, in the order of the batch. It either chooses
+    its tokens deterministically (given the text and the sampler's noise) or, if
+    `frontier.needs_draft_probs`, draws them and attaches the probabilities that it drew from. There
+    is no third kind.
     """
 
     name: str = "drafter"
     description: str = ""
-    """What was found in the folder or file that it was read from, for people to see."""
+    """What the folder or file contained that it was read from, for messages."""
     hidden_layers: tuple[int, ...] = ()
-    """Hidden layers of the target it wants in `Commit.hidden`; none costs nothing."""
-    reads_every_state: bool = False
-    """It wants hidden states of every token of a prompt, and not of the last one alone."""
-    wants_top: int = 0
-    """How many of the likeliest tokens at each node it wants in `Commit.successors`; not while
-    drafting rests."""
+    """Hidden layers of the target that it needs in `Commit.hidden`; empty costs nothing."""
+    needs_all_hidden: bool = False
+    """It needs the hidden states of all tokens of a prompt, not only of the last one."""
+    top_k_needed: int = 0
+    """How many of the likeliest tokens after each node it needs in `Commit.successors`. There are
+    none while the budget cools down."""
     has_kv_cache: bool = False
     """It keeps keys and values of its own tree: `Commit.nodes` must number that tree's nodes."""
-    default_budget: int = 5
-    """The most tokens per row and round when nobody says; how many of them pay is measured."""
+    max_draft_tokens: int = 5
+    """The most tokens per row and round, unless a budget is given. How many of them pay is
+    measured."""
     deepest: int | None = None
-    """The longest path it drafts, in tokens, if less than the budget; noise is made so far."""
+    """The longest path it drafts, in tokens, if that is less than `max_draft_tokens`."""
     ops: Ops = TORCH
-    """What it computes with, since `start`."""
+    """The operators it computes with, set by `start`."""
+    wants_top = FormerName("top_k_needed")
+    reads_every_state = FormerName("needs_all_hidden")
+    default_budget = FormerName("max_draft_tokens")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        adopt_former_names(cls)
 
     def unread(self, pending: int = 0) -> int:
         """Committed tokens, over all rows, that it must read before it can propose. Default: none.
@@ -119,10 +128,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, frontier: Frontier) -> TokenTree:
-        """The root at node 0, and at most `frontier.budget` (at least 1) nodes below it per row.
+        """The root at node 0, and at most `frontier.max_draft_tokens` nodes below it per row.
 
         Args:
-            frontier: The committed text of each row, its root, and how much to draft.
+            frontier: The committed text of each row, its root, and how much to draft (at least 1).
 
         Returns:
             A tree of draft tokens for each row.
@@ -151,7 +160,7 @@ class Plain(Drafter):
     """Plain autoregressive decoding: proposes only the root, one token per round."""
 
     name = "none"
-    default_budget = 0
+    max_draft_tokens = 0
 
     def propose(self, frontier: Frontier) -> TokenTree:
         return TokenTree.root(frontier.prefix.root)

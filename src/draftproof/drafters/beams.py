@@ -27,7 +27,7 @@ def weighed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All nodes that a search with so many beams weighs.
 
-    The search ends where no beam is as likely as `frontier.floor`.
+    The search ends where no beam is as likely as `frontier.min_confidence`.
 
     Args:
         frontier: Where rows stand.
@@ -55,7 +55,7 @@ def weighed(
         drafted = torch.where(scores > -torch.inf, tokens.flatten(1), ABSENT)
         pool.append((drafted, place[..., None].expand_as(tokens).flatten(1), scores))
         best = scores.topk(width, 1)
-        if frontier.floor and float(best.values.amax()) < log(frontier.floor):
+        if frontier.min_confidence and float(best.values.amax()) < log(frontier.min_confidence):
             break
         nodes = torch.cat([nodes, drafted.gather(1, best.indices)], 1)
         parents = torch.cat([parents, first + best.indices // width], 1)
@@ -79,6 +79,7 @@ def calibrated(steps: Tensor, sure: Tensor) -> Tensor:
 def likeliest(
     frontier: Frontier, read: Read, width: int, deepest: int, sure: Sure | None = None
 ) -> TokenTree:
-    """The `frontier.budget` most likely of the nodes that a search weighs."""
+    """The `frontier.max_draft_tokens` most likely of the nodes that a search weighs."""
     pool = weighed(frontier, read, width, deepest, sure)
-    return frontier.sampler.ops.run(TokenTree.likeliest, *pool, frontier.budget + 1, deepest)
+    nodes = frontier.max_draft_tokens + 1
+    return frontier.sampler.ops.run(TokenTree.likeliest, *pool, nodes, deepest)

@@ -108,7 +108,7 @@ class Bigrams(NamedTuple):
                 f"{vocab_size}; use heads trained for this target"
             )
 
-    def fitted(self, vocab_size: int, device: torch.device) -> Bigrams:
+    def resized(self, vocab_size: int, device: torch.device) -> Bigrams:
         """For a target of so many tokens, whose table may be padded: others have no bigrams.
 
         Raises DrafterMismatch for bigrams of other tokens, and for broken ones: C trusts them."""

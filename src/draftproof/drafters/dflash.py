@@ -82,7 +82,7 @@ class DFlash(FeatureDrafter):
         cache.keep(None, commit.count)
 
     def reader(self, frontier: Frontier) -> Reader:
-        network, levels = self.network, min(self.deepest or 1, frontier.budget)
+        network, levels = self.network, min(self.deepest or 1, frontier.max_draft_tokens)
         hidden = self._block(frontier.prefix.root[:, None])[:, network.first :]
         scores = network.scores(hidden[:, :levels])
         rank = network.markov_head.rank if network.markov_head is not None else 0

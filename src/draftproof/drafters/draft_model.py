@@ -76,7 +76,7 @@ class DraftModel(Drafter):
     """
 
     name = "draft-model"
-    default_budget = 10
+    max_draft_tokens = 10
     has_kv_cache = True
 
     def __init__(self, model: Model, vocab_size: int, shape: TreeShape | None = None) -> None:
@@ -87,7 +87,7 @@ class DraftModel(Drafter):
             )
         self.model, self.vocab_size, self.shape = model, vocab_size, shape
         if shape is not None:
-            self.default_budget = len(shape) - 1
+            self.max_draft_tokens = len(shape) - 1
         self.cache: KVCache | None = None
         self.lag: list[int] = []            # of each row, tokens that may not be in the cache
         self.scratch: int | Tensor | None = None    # nodes of the last proposal that were read
@@ -128,11 +128,11 @@ class DraftModel(Drafter):
         return 1
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        most = frontier.max_nodes if self.chains else frontier.budget
+        most = frontier.max_nodes if self.chains else frontier.max_draft_tokens
         shape = (self.shape or TreeShape.chain(most)).within(most)
         if len(shape) == 1:
             return TokenTree.root(frontier.prefix.root)
-        if self.chains and not frontier.drawn:
+        if self.chains and not frontier.needs_draft_probs:
             tree = self._in_one_call(frontier, len(shape) - 1)
             if tree is not None:
                 return tree
@@ -148,21 +148,21 @@ class DraftModel(Drafter):
         prefix, chain, rows = frontier.prefix, getattr(self.model, "chain", None), len(self.lag)
         if chain is None or prefix.longest is None or self.model.vocab_size != self.vocab_size:
             return None
-        arguments = (prefix, steps, self.vocab_size, frontier.floor, CONFIDENCE_SCALE)
+        arguments = (prefix, steps, self.vocab_size, frontier.min_confidence, CONFIDENCE_SCALE)
         sampling = frontier.sampler.draft_sampling(*arguments)
         if sampling is None:
             return None
         width, cache = 1 + self._lacking(prefix, frontier.max_nodes), self._cache(rows)
-        cache.bound(prefix.longest)
-        drafted = chain(prefix, width, cache, steps, frontier.budget * rows, sampling)
+        cache.set_max_length(prefix.longest)
+        drafted = chain(prefix, width, cache, steps, frontier.max_draft_tokens * rows, sampling)
         if drafted is None:
             return None
         self.lag, self.scratch = [0] * rows, drafted.read
         tree = TokenTree.chain(drafted.tokens)
-        return replace(tree, budget_rank=drafted.budget_rank) if frontier.most else tree
+        return replace(tree, budget_rank=drafted.budget_rank) if frontier.row_limit else tree
 
     def _level_by_level(self, frontier: Frontier, shape: TreeShape, most: int) -> TokenTree:
-        root, sampler, floor = frontier.prefix.root[:, None], frontier.sampler, frontier.floor
+        root, sampler = frontier.prefix.root[:, None], frontier.sampler
         tokens, probs = root, []
         # log-probabilities of paths
         scores = torch.zeros(root.shape, dtype=torch.float32, device=root.device)
@@ -177,7 +177,7 @@ class DraftModel(Drafter):
                 self.scratch = above.stop
             paths = Paths(frontier.prefix, tree, first=above.start)
             count = max(shape.ranks[node] for node in level) + 1
-            if frontier.drawn:                                      # Gumbel top-k: no replacement
+            if frontier.needs_draft_probs:                         # Gumbel top-k: no replacement
                 steps, children = sampler.gumbel_logits(logits, paths, Role.DRAFT).topk(count, -1)
             else:
                 steps, children = sampler.best(logits, paths, count, CONFIDENCE_SCALE)
@@ -186,27 +186,30 @@ class DraftModel(Drafter):
             parents = tree.tokens[:, above.start :][:, place]
             there = (steps > -torch.inf) & (parents != ABSENT) & live
             tokens = torch.cat([tokens, torch.where(there, children, ABSENT)], 1)
-            if frontier.drawn:
+            if frontier.needs_draft_probs:
                 probs.append(sampler.probs(logits, paths)[:, place].nan_to_num(0))   # none possible
-            elif floor and self.chains:
+            elif frontier.min_confidence and self.chains:
                 steps = torch.where(there, scores[:, -1:] + steps, -torch.inf)
                 scores = torch.cat([scores, steps], 1)
-                nodes, drafted = frontier.budget * len(root), scores[:, 1:].flatten()
+                nodes, drafted = frontier.max_draft_tokens * len(root), scores[:, 1:].flatten()
                 least = float(drafted.topk(nodes).values[-1]) if len(drafted) >= nodes else -inf
-                live = scores[:, -1:] >= max(log(floor), least)
+                live = scores[:, -1:] >= max(log(frontier.min_confidence), least)
                 if not bool(live.any()):
                     break
         drawn = torch.cat([torch.zeros_like(probs[0][:, :1]), *probs], 1) if probs else None
         confidence = scores.exp() if scores.shape == tokens.shape else None
         tree = TokenTree.shaped(tokens, shape.within(tokens.shape[1] - 1), drawn, confidence)
-        return tree.within_budget(frontier.budget) if frontier.most and self.chains else tree
+        if frontier.row_limit and self.chains:
+            return tree.within_budget(frontier.max_draft_tokens)
+        return tree
 
     def _read_root(self, prefix: Prefix, budget: int) -> Tensor:
         """[B, 1, V] logits at the root, after reading whatever is missing before it."""
         lacking, rows = self._lacking(prefix, budget), len(self.lag)
         width = next(width for width in WIDTHS if lacking < width)
         cache = self._cache(rows)
-        cache.bound(prefix.longest if prefix.longest is not None else prefix.tokens.shape[1])
+        longest = prefix.longest if prefix.longest is not None else prefix.tokens.shape[1]
+        cache.set_max_length(longest)
         gap = prefix.position - cache.lengths                   # [B] committed tokens still missing
         place = cache.lengths[:, None] + torch.arange(width, device=gap.device)
         there = place <= prefix.position[:, None]
@@ -238,7 +241,7 @@ class DraftModel(Drafter):
             lot = slice(members[0], members[-1] + 1)
             cache, position = self._cache(lot.stop, lot.start), prefix.position[lot, None]
             if static:
-                cache.bound(end)
+                cache.set_max_length(end)
             for start in range(0, lag - 1, CHUNKS[-1]):
                 width = chunk_of(lag - 1 - start, static)
                 place = cache.lengths[:, None] + torch.arange(width, device=position.device)

@@ -93,7 +93,7 @@ class OtherTokenizer(DraftModel):
 
     def propose(self, frontier: Frontier) -> TokenTree:
         self.prefix = self._own_prefix(frontier)
-        if self.chains and frontier.sampler.greedy and not frontier.drawn:
+        if self.chains and frontier.sampler.greedy and not frontier.needs_draft_probs:
             return self._freely(frontier)
         return super().propose(frontier)
 
@@ -131,12 +131,12 @@ class OtherTokenizer(DraftModel):
         """The likeliest chain of the draft's own tokens, written again in the target's."""
         params = [SamplingParams(Sampling(), 0, (), ())] * len(self.rows)
         greedy, self.free.lag = Sampler(params, self.draft_texts.device, self.ops), self.lag
-        tree = self.free.propose(replace(frontier, prefix=self.prefix, sampler=greedy, most=0))
+        tree = self.free.propose(replace(frontier, prefix=self.prefix, sampler=greedy, row_limit=0))
         self.lag = self.free.lag
         chains = list[list[int]]()
         for row in tree.tokens[:, 1:].tolist():
             drafted = row[: row.index(ABSENT)] if ABSENT in row else row
-            chains.append(self.shared.back(drafted)[: frontier.budget])
+            chains.append(self.shared.back(drafted)[: frontier.max_draft_tokens])
         longest = max(map(len, chains))
         lines = [[*row, *[ABSENT] * (longest - len(row))] for row in chains]
         root = frontier.prefix.root[:, None]

@@ -46,7 +46,7 @@ class ParallelDraft(DraftModel):
                 f"{model.vocab_size} tokens; fetch its config.json again"
             )
         self.mask_token, self.deepest = mask_token, TOKENS
-        self.default_budget = NODES if trees else TOKENS
+        self.max_draft_tokens = NODES if trees else TOKENS
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity + READ + TOKENS, ops)
@@ -57,16 +57,16 @@ class ParallelDraft(DraftModel):
             self.lag[row] += commit.tokens.shape[1]
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        levels = min(self.deepest or TOKENS, frontier.budget)
+        levels = min(self.deepest or TOKENS, frontier.max_draft_tokens)
         logits = self._block(frontier, levels)
 
         def read(tree: TokenTree, first: int) -> Tensor:
             nodes = tree.tokens.shape[1] - first
             return logits[:, tree.depth_limit, None].expand(-1, nodes, -1)
 
-        if frontier.drawn:
+        if frontier.needs_draft_probs:
             return drawn_chain(frontier, Reader(read, levels))
-        width = min(WIDTH, frontier.budget, self.vocab_size) if frontier.trees else 1
+        width = min(WIDTH, frontier.max_draft_tokens, self.vocab_size) if frontier.trees else 1
         tree = beams.likeliest(frontier, read, width, levels)
         return tree if frontier.trees else tree.best_chain()
 
@@ -79,7 +79,8 @@ class ParallelDraft(DraftModel):
             self.lag = [min(lag, 1) for lag in self.lag]
         width = (max(self.lag) if prefix.longest is not None else READ) + levels
         cache = self._cache(rows)
-        cache.bound(prefix.longest if prefix.longest is not None else prefix.tokens.shape[1])
+        longest = prefix.longest if prefix.longest is not None else prefix.tokens.shape[1]
+        cache.set_max_length(longest)
         gap = prefix.position - cache.lengths                   # [B] committed tokens still missing
         place = cache.lengths[:, None] + torch.arange(width, device=gap.device)
         known = prefix.tokens.gather(1, place.clamp(max=prefix.tokens.shape[1] - 1))

@@ -135,7 +135,8 @@ class ParallelEagle(PairDrafter):
         self.scratch, self.mask_token = tokens, mask_token
 
     def reader(self, frontier: Frontier) -> Reader:
-        root, levels = frontier.prefix.root[:, None], min(self.deepest or 1, frontier.budget)
+        root = frontier.prefix.root[:, None]
+        levels = min(self.deepest or 1, frontier.max_draft_tokens)
         masks = torch.full_like(root, self.mask_token).expand(-1, levels - 1)
         count = len(self.network.hidden_layers)
         feature = self.network.fuse(self.network.mask_hidden.view(1, 1, count, -1))

@@ -105,14 +105,14 @@ class FeatureDrafter(Drafter):
         deepest: Tokens of the longest draft.
     """
 
-    reads_every_state = True
+    needs_all_hidden = True
     scratch = 1
     """Tokens that it reads after a text beyond those of the draft."""
 
     def __init__(self, network: Network, name: str, deepest: int) -> None:
         self.network, self.name, self.deepest = network, name, deepest
         self.hidden_layers = network.hidden_layers
-        self.default_budget = max(NODES, deepest) if network.vocabulary.reads_trees else deepest
+        self.max_draft_tokens = max(NODES, deepest) if network.vocabulary.reads_trees else deepest
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
@@ -134,11 +134,12 @@ class FeatureDrafter(Drafter):
 
     def propose(self, frontier: Frontier) -> TokenTree:
         longest = frontier.prefix.longest
-        self.cache.bound(longest if longest is not None else self.cache.capacity - self.scratch)
+        known = longest if longest is not None else self.cache.capacity - self.scratch
+        self.cache.set_max_length(known)
         reader = self.reader(frontier)
-        if frontier.drawn:
+        if frontier.needs_draft_probs:
             return drawn_chain(frontier, reader)
-        width = min(WIDTH, frontier.budget, self.network.vocabulary.vocab_size)
+        width = min(WIDTH, frontier.max_draft_tokens, self.network.vocabulary.vocab_size)
         read, levels, sure = reader
         tree = beams.likeliest(frontier, read, width if frontier.trees else 1, levels, sure)
         return tree if frontier.trees else tree.best_chain()
@@ -194,7 +195,7 @@ class PairDrafter(FeatureDrafter):
         self.last[: len(rows)] = self.last[list(rows)]
 
     def reader(self, frontier: Frontier) -> Reader:
-        rows, budget = len(frontier.prefix.root), frontier.budget
+        rows, budget = len(frontier.prefix.root), frontier.max_draft_tokens
         made = list[Tensor]()                                   # features after nodes, by level
 
         def read(tree: TokenTree, first: int) -> Tensor:
@@ -205,7 +206,8 @@ class PairDrafter(FeatureDrafter):
             made.append(features)
             return self.network.logits(hidden)
 
-        fits = 1 + budget // min(WIDTH, budget) if frontier.trees and not frontier.drawn else budget
+        wide = frontier.trees and not frontier.needs_draft_probs
+        fits = 1 + budget // min(WIDTH, budget) if wide else budget
         return Reader(read, min(self.deepest or DEEPEST, budget, fits))
 
     def _read(

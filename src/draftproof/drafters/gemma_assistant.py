@@ -53,7 +53,7 @@ class GemmaAssistant(Drafter):
 
     def __init__(self, layers: AssistantLayers, target: Vocabulary) -> None:
         self.layers, self.target = layers, target
-        self.default_budget = max(NODES, DEEPEST) if target.reads_trees else DEEPEST
+        self.max_draft_tokens = max(NODES, DEEPEST) if target.reads_trees else DEEPEST
         self.sources = stored_layers(target)
         self.hidden = torch.zeros(0, target.hidden_size, dtype=target.dtype)
 
@@ -72,15 +72,16 @@ class GemmaAssistant(Drafter):
 
     def propose(self, frontier: Frontier) -> TokenTree:
         reader = self.reader(frontier)
-        if frontier.drawn:
+        if frontier.needs_draft_probs:
             return drawn_chain(frontier, reader)
-        width = min(WIDTH, frontier.budget, self.target.vocab_size) if frontier.trees else 1
+        most = min(WIDTH, frontier.max_draft_tokens, self.target.vocab_size)
+        width = most if frontier.trees else 1
         tree = beams.likeliest(frontier, reader.read, width, reader.levels)
         return tree if frontier.trees else tree.best_chain()
 
     def reader(self, frontier: Frontier) -> Reader:
         """What reads the drafts of a round."""
-        rows, budget = len(frontier.prefix.root), frontier.budget
+        rows, budget = len(frontier.prefix.root), frontier.max_draft_tokens
         assert frontier.cache is not None, "it reads the target's keys and values"
         shared, masks = self._shared(frontier.cache)
         position = frontier.prefix.position[:, None].clamp(max=self.target.context - 1)
@@ -98,7 +99,7 @@ class GemmaAssistant(Drafter):
             made.append(after)
             return over_vocabulary(self.layers.logits(states), self.target.vocab_size)
 
-        wide = frontier.trees and not frontier.drawn
+        wide = frontier.trees and not frontier.needs_draft_probs
         fits = 1 + budget // min(WIDTH, budget) if wide else budget
         return Reader(read, min(DEEPEST, budget, fits))
 

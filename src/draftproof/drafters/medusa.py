@@ -166,16 +166,16 @@ class Medusa(HeadDrafter[MedusaHead]):
         heads, vocab_size, trees = head.steps, vocabulary.vocab_size, vocabulary.reads_trees
         self.tree = _tree(tree, heads, vocab_size)
         self.deepest = max(map(len, self.tree)) if self.tree and trees else heads
-        self.default_budget = heads if not trees else len(self.tree) if self.tree else NODES
+        self.max_draft_tokens = heads if not trees else len(self.tree) if self.tree else NODES
         bigrams = head.pairs or Bigrams.none(vocab_size)
-        self.bigrams = bigrams.fitted(vocab_size, vocabulary.device)
+        self.bigrams = bigrams.resized(vocab_size, vocabulary.device)
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
         self.packed = self._packed()
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        heads, nodes, shape = self.head.steps, frontier.budget, None
+        heads, nodes, shape = self.head.steps, frontier.max_draft_tokens, None
         if not (frontier.trees and self.vocabulary.reads_trees):
             shape = TreeShape.chain(min(nodes, heads))
         elif self.tree is not None:

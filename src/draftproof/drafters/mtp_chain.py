@@ -72,7 +72,7 @@ class SeveralLayers(FeatureDrafter):
             assert logits is not None
             return logits
 
-        return Reader(read, min(self.deepest or count, frontier.budget))
+        return Reader(read, min(self.deepest or count, frontier.max_draft_tokens))
 
     def _layer(
         self, number: int, cache: KVCache, features: Tensor, tree: TokenTree, first: int

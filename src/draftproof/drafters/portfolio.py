@@ -61,7 +61,7 @@ class Portfolio(Drafter):
     """
 
     name = "portfolio"
-    default_budget = 10
+    max_draft_tokens = 10
 
     def __init__(self, members: Sequence[Drafter]) -> None:
         for member in members:
@@ -74,8 +74,8 @@ class Portfolio(Drafter):
         self.members = tuple(members)
         layers = {layer for member in members for layer in member.hidden_layers}
         self.hidden_layers = tuple(sorted(layers))
-        self.reads_every_state = any(member.reads_every_state for member in members)
-        self.wants_top = max(member.wants_top for member in members)
+        self.needs_all_hidden = any(member.needs_all_hidden for member in members)
+        self.top_k_needed = max(member.top_k_needed for member in members)
         deepest = [member.deepest for member in members if member.deepest is not None]
         self.deepest = max(deepest) if len(deepest) == len(members) else None
         kinds = len(members) * LEVELS
@@ -103,11 +103,12 @@ class Portfolio(Drafter):
             self._proposed = more._replace(position=torch.cat([last.position, nothing]))
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        prefix, budget = frontier.prefix, frontier.budget
+        prefix, budget = frontier.prefix, frontier.max_draft_tokens
         counts = self._counts[prefix.tokens.device]
         if self._proposed is not None:
             self.ops.run(judge, counts, self._proposed, prefix, FADE)
-        wider = replace(frontier, budget=budget + budget // 2, drawn=False)     # some are dropped
+        wider = replace(frontier, max_draft_tokens=budget + budget // 2,
+                        needs_draft_probs=False)                # some are dropped
         trees = [member.propose(wider) for member in self.members]
         constants = LEVELS, TRUST, UNKNOWN
         pool, tree = self.ops.run(merge_trees, trees, counts, constants, budget + 1)

@@ -45,7 +45,7 @@ class PromptLookup(Drafter):
     """
 
     name = "prompt-lookup"
-    default_budget = 7
+    max_draft_tokens = 7
 
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         if not 1 <= shortest <= longest:
@@ -56,7 +56,7 @@ class PromptLookup(Drafter):
         self.sizes = (longest, shortest, NEAR, PLACES)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        tree = self.ops.run(match_prompt, frontier.prefix, self.sizes, frontier.budget)
+        tree = self.ops.run(match_prompt, frontier.prefix, self.sizes, frontier.max_draft_tokens)
         return tree if frontier.trees else tree.best_chain()
 
 

@@ -291,14 +291,14 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
             )
         self.width = width if vocabulary.reads_trees else 1
         self.length = self.deepest = length
-        self.default_budget = max(NODES, length) if self.width > 1 else length
+        self.max_draft_tokens = max(NODES, length) if self.width > 1 else length
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
         self.packed = self._packed()
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        budget = frontier.budget
+        budget = frontier.max_draft_tokens
         length, width = min(self.length, budget), min(self.width if frontier.trees else 1, budget)
         pool = self.ops.run(beam_search, self, frontier, length, width)
         if width == 1:
@@ -357,7 +357,8 @@ def _beam_search(
     library: Kernels, drafter: ReDrafter, frontier: Frontier, length: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor] | Unsupported:
     head, vocab, root = drafter.packed, drafter.vocabulary.vocab_size, frontier.prefix.root
-    sampling = frontier.sampler.draft_sampling(frontier.prefix, length, vocab, frontier.floor)
+    sampling = frontier.sampler.draft_sampling(
+        frontier.prefix, length, vocab, frontier.min_confidence)
     if head is None or sampling is None or width > head.projection.outputs:
         return UNSUPPORTED
     rows, context = len(root), drafter.hidden[: len(root)]

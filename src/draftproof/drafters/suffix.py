@@ -60,7 +60,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
-    default_budget = 8
+    max_draft_tokens = 8
 
     def __init__(self, memory: int = 1 << 16) -> None:
         if memory < 1:
@@ -93,7 +93,7 @@ class SuffixDrafter(Drafter):
         self.ops.run(learn_text, index, rows, commit.tokens, commit.count)
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        prefix, budget = frontier.prefix, frontier.budget
+        prefix, budget = frontier.prefix, frontier.max_draft_tokens
         index = self._index(prefix.tokens.device)
         tree = self.ops.run(continue_text, index, prefix, self._rows, OWN, PATHS, budget)
         return tree if frontier.trees else tree.best_chain()

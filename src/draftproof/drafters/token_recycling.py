@@ -49,8 +49,8 @@ class TokenRecycling(Drafter):
     """
 
     name = "recycling"
-    default_budget = 8
-    wants_top = BEST
+    max_draft_tokens = 8
+    top_k_needed = BEST
     deepest = DEPTH
 
     def __init__(self, memory: int = 1 << 16) -> None:
@@ -85,7 +85,7 @@ class TokenRecycling(Drafter):
         last.copy_(commit.tokens.gather(1, commit.count[:, None] - 1)[:, 0])
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        prefix, budget = frontier.prefix, frontier.budget
+        prefix, budget = frontier.prefix, frontier.max_draft_tokens
         assert self._last is not None, "a row begins with its prompt"
         table, sizes = self._tables[prefix.tokens.device], (WIDTH, FAN, min(DEPTH, budget))
         rows = self._last, self._owners

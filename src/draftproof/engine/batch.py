@@ -25,11 +25,14 @@ Samples = Sequence[SequenceState]
 class Batch:
     """Rows that run side by side, in the order of the drafter's memory, which is kept in step.
 
-    running: rows that have not ended. padding: where shapes are static a batch always has all its
-    rows; those after the running ones do what the last of these does, and nobody is told of it:
-    [B] the row that each one follows, or None. view, lines: cache and text of the rows that take
-    part. roots: [B] of the last round, None where the rows have changed. pending: commits of plain
-    rounds, of which the drafter is told together: many short calls cost more than a long one.
+    running: rows that have not ended.
+    padding: with static shapes a batch always has all its rows. Those after the running ones repeat
+        the last running row, and their results are dropped. [B] the row that each row repeats, or
+        None.
+    view, text_rows, row_ids: cache, text and numbers of the rows in use, padding included.
+    roots: [B] of the last round; None if the rows have changed since.
+    pending: commits of plain rounds that the drafter has not seen yet. It gets them in one call,
+        which costs less than many short ones.
     """
 
     def __init__(
@@ -44,28 +47,30 @@ class Batch:
         self.pending: list[Commit] = []
         self.padding: Tensor | None = None
         self.roots: Tensor | None = None
-        self._line_up()
+        self._rebuild_sampler()
 
     def prefix(self, longest: int, ahead: int) -> Prefix:
-        """No row has more than `longest` committed tokens; `ahead` may be drafted after roots."""
+        """The text of the rows in use. No row has more than `longest` committed tokens; at most
+        `ahead` tokens are drafted after each root."""
         if not self.shapes.closed:
-            self.cache.bound(longest)
-            return Prefix(self.lines, self.view.lengths.clone(), ahead, longest, self.roots)
+            self.cache.set_max_length(longest)
+            return Prefix(self.text_rows, self.view.lengths.clone(), ahead, longest, self.roots)
         if self.padding is None:
             self._pad()
-        self.cache.bound(self.cache.capacity)
-        return Prefix(self.lines, self.view.lengths.clone(), ahead)     # one graph: roots unknown
+        self.cache.set_max_length(self.cache.capacity)
+        return Prefix(self.text_rows, self.view.lengths.clone(), ahead)     # one graph: no roots
 
     def keep(self, tree: TokenTree, accepted: Accepted) -> Accepted:
-        """Commit the accepted nodes to the cache; return them, of padding as of the row it has."""
+        """Commit the accepted nodes to the cache, in padding those of the row it repeats; return
+        them."""
         if self.padding is not None:
             accepted = accepted.select(self.padding)
         self.view.keep(None if tree.is_chain else accepted.nodes, accepted.count)
         self.roots = accepted.root
         return accepted
 
-    def tell(self, commit: Commit, plain: bool) -> None:
-        """Let the drafter observe a round, in time; at once, unless it is plain."""
+    def notify_drafter(self, commit: Commit, plain: bool) -> None:
+        """Let the drafter observe a round: at once, or later if the round was plain."""
         pending = self.pending
         if pending and (not plain or len(pending) == 128
                         or (pending[0].successors is None) != (commit.successors is None)):
@@ -76,32 +81,32 @@ class Batch:
             self.drafter.observe(commit)
 
     def flush(self) -> None:
-        """Nothing is kept from the drafter any more."""
+        """Let the drafter observe what is pending."""
         if self.pending:
             self.drafter.observe(_joined(self.pending))
             self.pending.clear()
 
     def add(self, groups: Sequence[Samples]) -> None:
-        """Let the samples of some prompts run, which were read into the rows after the others."""
+        """Let samples run whose prompts were read into the rows after the running ones."""
         first, width, device = len(self.running), self.text.shape[1], self.text.device
         lines = [[*row.prompt, *[0] * (width - len(row.prompt))] for row, *_ in groups]
         places = torch.arange(first, first + len(groups), device=device)
         self.text.index_copy_(0, places, torch.tensor(lines, device=device))
         copies = [first + place for place, samples in enumerate(groups) for _ in samples]
         self.running += [row for samples in groups for row in samples]
-        self.arrange([*range(first), *copies])
+        self.reorder([*range(first), *copies])
 
     def retire(self) -> None:
-        """Let finished rows go; the last rows take their places."""
+        """Remove finished rows; the last rows take their places."""
         rows = [place for place, row in enumerate(self.running) if row.finish_reason is None]
         stay = {place for place in rows if place < len(rows)}
         move = [place for place in rows if place >= len(rows)]
         order = [place if place in stay else move.pop() for place in range(len(rows))]
         self.running = [self.running[place] for place in order]
-        self.arrange(order)
+        self.reorder(order)
 
     def fail(self, place: int, logits: Tensor) -> None:
-        """End a row for which the target chose nothing; what it left in the cache may be NaN."""
+        """End a row for which the target has no next token; its cache may contain NaN."""
         if bool(logits.isnan().any()):
             error: DraftproofError = BrokenModel(
                 f"{self.target.name} gave NaN logits; its weights are broken, or the dtype is too "
@@ -112,30 +117,30 @@ class Batch:
         self.running[place].fail(error)
         self.cache.rows(place, place + 1).clear()
 
-    def arrange(self, order: Sequence[int], padding: Tensor | None = None) -> None:
-        """Keep these rows, in this order, with this padding among them."""
+    def reorder(self, order: Sequence[int], padding: Tensor | None = None) -> None:
+        """Keep these rows, in this order; `padding` as in the class."""
         self.flush()
         self.roots = None
         self.text[: len(order)] = self.text[list(order)]
         self.cache.select(order)
         self.drafter.select(order)
         self.padding = padding
-        self._line_up()
+        self._rebuild_sampler()
 
     def _pad(self) -> None:
         rows = [min(place, len(self.running) - 1) for place in range(len(self.text))]
-        self.arrange(rows, torch.tensor(rows, device=self.text.device))
+        self.reorder(rows, torch.tensor(rows, device=self.text.device))
 
     def drop_padding(self) -> None:
-        """Leave the rows after the running ones free."""
+        """Free the rows after the running ones."""
         if self.padding is not None:
-            self.arrange(range(len(self.running)))
+            self.reorder(range(len(self.running)))
 
-    def _line_up(self) -> None:
-        """What the rows that take part share."""
+    def _rebuild_sampler(self) -> None:
+        """Rebuild what depends on the rows in use: views, the sampler, what is to be reported."""
         size = len(self.running) if self.padding is None else len(self.padding)
-        self.places = range(size)                       # of the rows that take part
-        self.view, self.lines = self.cache.rows(0, size), self.text[:size]
+        self.row_ids = range(size)
+        self.view, self.text_rows = self.cache.rows(0, size), self.text[:size]
         params = [row.params for row in self.running]
         params += params[-1:] * (size - len(params))
         self.sampler = self.new_sampler(params, self.target.device, self.ops)
@@ -145,7 +150,7 @@ class Batch:
 
 
 def _joined(commits: Sequence[Commit]) -> Commit:
-    """Commits of single tokens of the same rows as one; nodes as of a chain."""
+    """Commits of one token per row as one commit; nodes are those of a chain."""
     first = commits[0]
     if len(commits) == 1:
         return first

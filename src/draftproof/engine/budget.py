@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import compress, pairwise
 from math import inf
+from typing import Any
 
+from draftproof.core.former_names import FormerName, adopt_former_names, former_keywords
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
 from draftproof.requests.stats import Round, State
@@ -32,16 +34,26 @@ CATCH_UP = 8        # more unread tokens per row than this have a cost of their 
 
 
 class Budget(ABC):
-    """Asked before each round, told what came of it; texts (or, under the rules that weigh draft
-    probabilities, their distribution) never depend on its answers.
+    """How many tokens to draft: `choose` before each round, `record` after it.
 
-    most: bounds the answers. floor: no path is drafted further that is less likely to be accepted.
-    rest: plain rounds to come for which it need not be asked.
+    Texts never depend on it (under rules that need draft probabilities, their distribution does
+    not).
+
+    max_draft_tokens: the most it ever chooses. min_confidence: no path goes on that is less likely
+    to be accepted. cooldown: coming rounds without drafts, for which `choose` is not called.
     """
 
-    most: int
-    floor: float = 0.0
-    rest: int = 0
+    max_draft_tokens: int
+    min_confidence: float = 0.0
+    cooldown: int = 0
+
+    most = FormerName("max_draft_tokens")
+    floor = FormerName("min_confidence")
+    rest = FormerName("cooldown")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        adopt_former_names(cls)
 
     @abstractmethod
     def choose(self, state: State) -> int:
@@ -74,16 +86,17 @@ class Budget(ABC):
 
 
 class Fixed(Budget):
-    """The same number of draft tokens per row each round; fewer below `floor` (see `Budget`)."""
+    """The same number of draft tokens per row each round; fewer below `min_confidence`."""
 
-    def __init__(self, count: int, floor: float = 0.0) -> None:
-        if count < 0 or not 0 <= floor < 1:
-            values = f"a budget of {count} draft tokens with a floor of {floor} was given"
+    @former_keywords(floor="min_confidence")
+    def __init__(self, count: int, min_confidence: float = 0.0) -> None:
+        if count < 0 or not 0 <= min_confidence < 1:
+            values = f"{count} draft tokens with a min_confidence of {min_confidence} were given"
             raise BadInput(f"{values}; the first is 0 or more, the second from 0 to below 1")
-        self.most, self.floor = count, floor
+        self.max_draft_tokens, self.min_confidence = count, min_confidence
 
     def choose(self, state: State) -> int:
-        return self.most
+        return self.max_draft_tokens
 
 
 class Costs:
@@ -131,31 +144,34 @@ class Costs:
 
 
 class Adaptive(Budget):
-    """Drafts the size with the most tokens per second; what it learns outlasts a call.
+    """Drafts the size that gives the most tokens per second. What it learns outlasts a call.
 
-    most: nodes per row it may draft. debt, rate: it may lose `debt` plain steps against plain
-    decoding before it stops, and `rate` of plain decoding's time. sizes: to choose from, 0 the
-    first.
+    max_draft_tokens: the most nodes per row. debt, rate: it may lose `debt` plain steps against
+    plain decoding before it stops, and `rate` of plain decoding's time. sizes: to choose from,
+    beginning with 0.
     """
 
-    def __init__(self, most: int, *, debt: float = DEBT, rate: float = RATE, floor: float = 0.1,
-                 sizes: Sequence[int] | None = None) -> None:
-        if min(most, debt, rate) < 0:
-            values = f"{most} draft tokens, a debt of {debt} and a rate of {rate}"
+    @former_keywords(most="max_draft_tokens", floor="min_confidence")
+    def __init__(self, max_draft_tokens: int, *, debt: float = DEBT, rate: float = RATE,
+                 min_confidence: float = 0.1, sizes: Sequence[int] | None = None) -> None:
+        if min(max_draft_tokens, debt, rate) < 0:
+            values = f"{max_draft_tokens} draft tokens, a debt of {debt} and a rate of {rate}"
             raise BadInput(f"{values} were given; none may be negative")
-        self.most, self.floor, self.limit, self.rate = most, floor, debt, rate
-        self.sizes = tuple(sizes) if sizes is not None else presets(most)
+        self.max_draft_tokens, self.min_confidence = max_draft_tokens, min_confidence
+        self.limit, self.rate = debt, rate
+        self.sizes = tuple(sizes) if sizes is not None else presets(max_draft_tokens)
         self.widths = [high - low for low, high in pairwise(self.sizes)]    # nodes a size adds
         self.accepted, self.offered = [0.0] * len(self.widths), [0.0] * len(self.widths)
         self.hits, self.tries, self.chain = 0.0, 0.0, True    # of all nodes; only chains so far
         self.costs: dict[tuple[int, int], Costs] = {}           # by rows and context
         self.now, self.unread = Costs(self.sizes), 0            # of the coming round
         self.ratios = deque([1.0] * RECENT, RECENT)             # of rounds, to the costs known
-        self.debt, self.repaid = 0.0, rate                      # plain steps; per plain step
-        self.per_unread, self.setup = 0.0, 0.0  # seconds per token caught up; plain steps so spent
+        self.debt, self.repayment = 0.0, rate                   # plain steps; per plain step
+        self.per_unread = 0.0                                   # seconds per token caught up
+        self.catch_up_cost = 0.0                                # the same in plain steps, in all
 
     def choose(self, state: State) -> int:
-        if self.rest:
+        if self.cooldown:
             return 0
         rows, context, left, unread = state
         shape = (rows - 1).bit_length(), (context >> 9).bit_length()
@@ -169,11 +185,11 @@ class Adaptive(Budget):
         price, size = self._best(left)
         plain, catch_up = now.mean[0], self.unread * self.per_unread
         gain = plain / (price + catch_up / left)
-        self.repaid = self.rate * min(1.0, gain) ** 2    # what pays less is tried less
+        self.repayment = self.rate * min(1.0, gain) ** 2    # the less it pays, the less it is tried
         allowed = self.limit if gain > 1 + self.rate else 0.0 if catch_up < left * plain else -inf
-        if self.debt < allowed + (0 if catch_up else self.setup):
+        if self.debt < allowed + (0 if catch_up else self.catch_up_cost):
             return size
-        self.rest = min(MEMORY, int(left))
+        self.cooldown = min(MEMORY, int(left))
         return 0
 
     def _best(self, left: float) -> tuple[float, int]:
@@ -202,9 +218,9 @@ class Adaptive(Budget):
         return self.sizes[bisect_right(self.sizes, count) - 1]
 
     def record(self, done: Round) -> None:
-        self.rest = max(0, self.rest - 1)
-        if self.rest:
-            self.debt -= self.repaid
+        self.cooldown = max(0, self.cooldown - 1)
+        if self.cooldown:
+            self.debt -= self.repayment
             self._follow_machine(0, done.seconds)
             return
         now, index = self.now, self.sizes.index(done.size)
@@ -216,12 +232,12 @@ class Adaptive(Budget):
             each = max(0.0, done.seconds - now.estimate(index)) / self.unread
             known = self.per_unread or each
             self.per_unread = known + (min(each, 4 * known) - known) / 4
-            self.setup = self.unread * self.per_unread / now.mean[0]
-            self.debt += self.setup
+            self.catch_up_cost = self.unread * self.per_unread / now.mean[0]
+            self.debt += self.catch_up_cost
         elif done.seconds and self._follow_machine(index, done.seconds):
             now.add(index, done.seconds)
         steps = now.estimate(index) / now.mean[0] if index else 1.0
-        debt = self.debt + steps - (1 + self.repaid) * done.emitted / done.rows
+        debt = self.debt + steps - (1 + self.repayment) * done.emitted / done.rows
         self.debt = max(-CREDIT, min(CREDIT, debt))             # a machine may have stood still
 
     def _follow_machine(self, index: int, seconds: float) -> bool:
@@ -275,12 +291,12 @@ def _alike(ratio: float) -> bool:
     return 1 / SPREAD < ratio < SPREAD
 
 
-def presets(most: int) -> tuple[int, ...]:
-    """Draft sizes to choose from: 0, 1, 2, 3, 5, 7, 10, 14, 20, ... and `most`."""
-    sizes = [0, 1, 2, 3, *(round(5 * 2 ** (step / 2)) for step in range(2 * most.bit_length()))]
-    return (*(size for size in sizes if size < most), most)
+def presets(largest: int) -> tuple[int, ...]:
+    """Draft sizes to choose from: 0, 1, 2, 3, 5, 7, 10, 14, 20, ... and `largest`."""
+    sizes = [0, 1, 2, 3, *(round(5 * 2 ** (step / 2)) for step in range(2 * largest.bit_length()))]
+    return (*(size for size in sizes if size < largest), largest)
 
 
 def usual_budget(drafter: Drafter) -> Budget:
-    """The budget when nobody says: one that measures, or none for a drafter that drafts nothing."""
-    return Adaptive(drafter.default_budget) if drafter.default_budget else Fixed(0)
+    """The budget if none is given: adaptive, or none for a drafter that drafts nothing."""
+    return Adaptive(drafter.max_draft_tokens) if drafter.max_draft_tokens else Fixed(0)

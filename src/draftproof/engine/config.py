@@ -87,8 +87,8 @@ class EngineConfig:
             that both vocabularies share are drafted.
         drafter: A name, a folder of draft heads or of a draft model, `module:Class` of your own, or
             a `Drafter`; "a+b" merges two.
-        budget: Draft tokens per round (`--num-assistant-tokens`), or a `Budget`. None measures how
-            many pay, down to zero.
+        budget: Draft tokens per round (`--max-draft-tokens`), or a `Budget`. None adapts the number
+            to what pays, down to zero.
         draft_tree: For a draft model or Medusa heads: children per node and level ("3,2,1"), the
             name of a published tree, or a `TreeShape`. None: a chain as long as the budget, or the
             most likely paths of each round.
@@ -128,7 +128,7 @@ class EngineConfig:
         "package's heads for Qwen2.5-Coder-1.5B.", "NAME")
     budget: int | Budget | None = _drafting(
         None, "Draft K tokens per round. Default: as many as pay, measured as it runs.", "K",
-        flags=("--num-assistant-tokens",), type=int | None)
+        flags=("--max-draft-tokens", "--num-assistant-tokens"), type=int | None)
     draft_tree: str | TreeShape | None = _drafting(
         None, "Shape of the draft tree: children per node, level by level, as in 3,2,1; or the "
         "name of a published tree. Default: a chain, or the most likely paths.", "TREE")
@@ -193,8 +193,8 @@ class EngineConfig:
             (bool(self.lossy) and self.acceptance is not None,
              f"both lossy and the exact acceptance {self.acceptance!r} {two}"),
             (isinstance(self.budget, int) and self.budget < least,
-             f"num_assistant_tokens was {self.budget}; draft at least 1 token, or use the drafter "
-             "none for plain decoding"),
+             f"the budget was {self.budget} draft tokens; give at least 1, or use the drafter none "
+             "for plain decoding"),
             *map(self._choice, cli_fields(type(self))),
             (free and (self.draft_tree is not None or bool(self.quantize_draft)),
              "--draft-tree and --quantize-draft are for draft models, and the first for Medusa "

@@ -60,7 +60,8 @@ class Decoder:
         self.chunks = ChunkBudget(self.prompts.chunk) if self.prompts.alike else None
         self.watch: Watch | None = None
         self.forced = list[list[int]]()         # what grammars force in this round
-        self.ends_early = budget.floor > 0 and self.ops.on_host and not rule.drawn
+        early = budget.min_confidence > 0 and not rule.needs_draft_probs
+        self.ends_early = early and self.ops.on_host
 
     @property
     def running(self) -> list[SequenceState]:
@@ -89,7 +90,7 @@ class Decoder:
         if not self.forced:
             self.budget.record(done._replace(seconds=seconds))
         if self.chunks is not None:
-            self.chunks.round_took(seconds, frontier.budget)
+            self.chunks.round_took(seconds, frontier.max_draft_tokens)
         for row in batch.running:
             if row.finish_reason is not None:
                 self.retire()
@@ -140,9 +141,9 @@ class Decoder:
 
     def _forced(self) -> list[list[int]]:
         """Of each row, what its grammar forces; empty where no row is forced to anything."""
-        if not self.budget.most or self.batch.shapes.closed:
+        if not self.budget.max_draft_tokens or self.batch.shapes.closed:
             return []
-        return forced_tokens(self.batch.running, self.budget.most)
+        return forced_tokens(self.batch.running, self.budget.max_draft_tokens)
 
     def _frontier(self) -> Frontier:
         """Where rows stand, and how much may be drafted.
@@ -150,27 +151,27 @@ class Decoder:
         Where a draft may end early, rows of a batch share what they may draft together; a row may
         have two tokens more than they have on average, or half as many again.
         """
-        rows, nodes, most = self.batch.running, 0, 0
+        rows, nodes, row_limit = self.batch.running, 0, 0
         longest = remaining = 0
         for row in rows:
             longest = max(longest, len(row.prompt) + len(row.tokens))
             remaining += row.limit - len(row.tokens)
         # a row that is forced needs no drafter, and one with a cache reads no other's tokens
         forced = self.forced and (all(self.forced) or self.drafter.has_kv_cache)
-        if self.budget.most and not self.budget.rest and not forced:
+        if self.budget.max_draft_tokens and not self.budget.cooldown and not forced:
             unread = self.drafter.unread(len(self.batch.pending))
             nodes = self.budget.choose(State(len(rows), longest, remaining / len(rows), unread))
             nodes = self._within_chunk(nodes)
-        if nodes and self.ends_early and len(rows) > 1 and self.target.skips_absent:
-            most = min(nodes + max(2, nodes // 2), self.budget.most)
-        ahead, deepest = max(nodes, most), self.drafter.deepest
+        if nodes and self.ends_early and len(rows) > 1 and self.target.ragged_batches:
+            row_limit = min(nodes + max(2, nodes // 2), self.budget.max_draft_tokens)
+        ahead, deepest = max(nodes, row_limit), self.drafter.deepest
         ahead = ahead if deepest is None else min(ahead, deepest)
         ahead = max([ahead, *map(len, self.forced)])
         prefix = self.batch.prefix(longest - 1, ahead)
-        floor = self.budget.floor if self.ends_early else 0.0
-        trees, drawn = self.target.reads_trees, self.rule.drawn
-        view, sampler = self.batch.view, self.batch.sampler
-        return Frontier(prefix, sampler, nodes, drawn, trees, floor, most, view)
+        min_confidence = self.budget.min_confidence if self.ends_early else 0.0
+        return Frontier(
+            prefix, self.batch.sampler, nodes, self.rule.needs_draft_probs,
+            self.target.reads_trees, min_confidence, row_limit, self.batch.view)
 
     def _within_chunk(self, nodes: int) -> int:
         """How many of so many nodes a round drafts if a chunk of a prompt came before it."""
@@ -182,26 +183,27 @@ class Decoder:
     def _draft(self, frontier: Frontier) -> TokenTree:
         """What is forced, and the drafter's proposal, of which no more is read than the budget
         says; checked."""
-        if not (frontier.budget or self.forced):
+        if not (frontier.max_draft_tokens or self.forced):
             return TokenTree.chain(frontier.prefix.root[:, None])
         tree = self._proposal(frontier)
         if self.forced:
-            tree = with_forced(tree, self.forced, frontier, self.budget.most)
-        return self.batch.view.fitted(tree)
+            tree = with_forced(tree, self.forced, frontier, self.budget.max_draft_tokens)
+        return self.batch.view.truncate_tree(tree)
 
     def _proposal(self, frontier: Frontier) -> TokenTree:
-        if frontier.budget == 0:
+        if frontier.max_draft_tokens == 0:
             return TokenTree.chain(frontier.prefix.root[:, None])
         self.batch.flush()
         tree = self.drafter.propose(frontier)
         self._check(tree, len(frontier.prefix.position))
-        budget, ranked, drafted = frontier.budget, tree.budget_rank, tree.tokens.shape[1] - 1
-        allowed = budget if ranked is None and tree.confidence is None else frontier.max_nodes
+        most, ranked = frontier.max_draft_tokens, tree.budget_rank
+        drafted = tree.tokens.shape[1] - 1
+        allowed = most if ranked is None and tree.confidence is None else frontier.max_nodes
         if drafted > allowed:
             raise DrafterMismatch(
                 f"the drafter {self.drafter.name} proposed {drafted} nodes, {allowed} were allowed"
             )
-        return tree.within_budget(budget) if drafted > budget and ranked is None else tree
+        return tree.within_budget(most) if drafted > most and ranked is None else tree
 
     def _check(self, tree: TokenTree, rows: int) -> None:
         """Refuse what is no tree; where numbers cannot be looked at, by its form alone."""
@@ -223,9 +225,9 @@ class Decoder:
         self, frontier: Frontier, tree: TokenTree, reading: Reading, accepted: Accepted
     ) -> Commit:
         """What became true of the rows; the drafter is told."""
-        top = self.drafter.wants_top * (not self.budget.rest)
-        commit = Commit.of(self.batch.places, tree, reading, accepted, top, self.ops)
-        self.batch.tell(commit, frontier.budget == 0 and not self.forced)
+        top = self.drafter.top_k_needed * (not self.budget.cooldown)
+        commit = Commit.of(self.batch.row_ids, tree, reading, accepted, top, self.ops)
+        self.batch.notify_drafter(commit, frontier.max_draft_tokens == 0 and not self.forced)
         return commit
 
     def _deliver(
@@ -244,7 +246,7 @@ class Decoder:
         by, nodes, total = list[list[str]](), list[int](), 0
         if self.watch is not None:
             forced = [[NAME] * tree.tokens.shape[1]] * len(tree.tokens)
-            alone = self.forced and not frontier.budget
+            alone = self.forced and not frontier.max_draft_tokens
             by = forced if alone else self.drafter.drafted_by(tree)
             self.watch(tree, by, batch.running, outputs)
         for place, (row, out) in enumerate(zip(batch.running, outputs, strict=False)):  # + padding
@@ -262,7 +264,7 @@ class Decoder:
             row.stats.record(width, out.drafted, out.reach, count, emitted, strayed)
             total += emitted
         chain = tree.is_chain and ranks is None
-        return Round(frontier.budget, len(batch.running), nodes, total, 0.0, chain)
+        return Round(frontier.max_draft_tokens, len(batch.running), nodes, total, 0.0, chain)
 
     def _start(self, groups: Sequence[Samples], logits: Tensor) -> None:
         """Start samples whose prompts were read, by the logits [b, 1, V] at their ends."""
@@ -302,7 +304,7 @@ class Decoder:
                 row.stats.seconds = {part: seconds - row.began.get(part, 0.0)
                                      for part, seconds in self.clock.seconds.items()}
                 if self.prompts.prefixes is not None and row.error is None:
-                    alike = self.budget.most < SHORT        # wider drafts are read otherwise
+                    alike = self.budget.max_draft_tokens < SHORT    # wider drafts are read apart
                     text = [*row.prompt, *(row.tokens[:-1] if alike else [])]
                     cache = self.batch.cache.rows(place, place + 1)
                     self.prompts.remember(cache, text, len(row.prompt), row.owner)

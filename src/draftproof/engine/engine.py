@@ -89,22 +89,24 @@ class Engine:
         self.acceptance, self.rule = rule_of(acceptance, self.lossy)
         self.target, self.codec, self.drafter = target, codec, drafter or Plain()
         self.shapes = shapes or ShapePolicy(closed=Device(target.device).compiles)
-        usual = Fixed(self.drafter.default_budget) if self.lossy else usual_budget(self.drafter)
+        usual = Fixed(self.drafter.max_draft_tokens) if self.lossy else usual_budget(self.drafter)
         if self.shapes.closed and isinstance(usual, Adaptive):
-            usual = Adaptive(usual.most, sizes=self.shapes.sizes(usual.most))
+            most = usual.max_draft_tokens
+            usual = Adaptive(most, sizes=self.shapes.sizes(most))
         self.budget = Fixed(budget) if isinstance(budget, int) else budget or usual
         self.sampling, self.stop_tokens = sampling or Sampling(), tuple(stop_tokens)
         self.sampler = sampler
         self.prefixes: PrefixCache | None = None    # texts whose beginnings are not read again
         self.lock = RLock()                         # held in each step
         self.stats = RoundStats()
-        if self.budget.most >= target.context:
-            count = f"{self.budget.most} draft tokens per round"
+        if self.budget.max_draft_tokens >= target.context:
+            count = f"{self.budget.max_draft_tokens} draft tokens per round"
             raise BadInput(f"{count} exceed the context of {target.context} tokens; draft fewer")
 
     def __repr__(self) -> str:
         target, budget = self.target, self.budget
-        size = str(budget.most) if isinstance(budget, Fixed) else f"up to {budget.most}"
+        most = budget.max_draft_tokens
+        size = str(most) if isinstance(budget, Fixed) else f"up to {most}"
         return (f"Engine(model={target.name!r}, dtype={str(target.dtype).removeprefix('torch.')}, "
                 f"device={target.device}, drafter={self.drafter.name!r}, draft tokens={size}, "
                 f"acceptance={self.acceptance!r})")
@@ -413,7 +415,7 @@ class Engine:
             rows: Rows of the batch.
             tokens: Tokens of prompt and text that each has room for.
         """
-        capacity = self.shapes.capacity(tokens + self.budget.most + 2)
+        capacity = self.shapes.capacity(tokens + self.budget.max_draft_tokens + 2)
         return self.new_decoder(self.budget, self.shapes.rows(rows), capacity)
 
     def new_decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:

@@ -67,9 +67,9 @@ def with_forced(
     drafts = torch.tensor(lines, dtype=torch.int64, device=device)
     drafts = torch.cat([tree.tokens[:, :1], drafts], 1)                             # [B, 1 + L]
     count = torch.tensor([len(tokens) for tokens in forced], device=device)[:, None]
-    if tree.tokens.shape[1] == 1 and not frontier.drawn:
+    if tree.tokens.shape[1] == 1 and not frontier.needs_draft_probs:
         return TokenTree.chain(drafts)
-    if not frontier.trees or frontier.drawn:
+    if not frontier.trees or frontier.needs_draft_probs:
         return _chain(tree, drafts, count)
     chain = replace(TokenTree.chain(drafts), is_chain=False)
     pool = TokenTree.concat([chain, replace(tree, draft_probs=None)])

@@ -43,12 +43,12 @@ class Prompts:
                 "compilation and static shapes out"
             )
         # states have no beginnings, and what a decoder keeps depends on what was encoded
-        reads_all = target.has_states or target.encodes or drafter.reads_every_state
+        reads_all = target.has_states or target.encodes or drafter.needs_all_hidden
         self.prefixes = None if reads_all else prefixes
         if prefixes is not None:
             prefixes.belong_to(target.weights)
         self.prompt_cache = target.new_cache(1, cache.capacity) if shapes.closed else None
-        self.several = ops.on_host and target.skips_absent          # padding costs nothing
+        self.several = ops.on_host and target.ragged_batches          # padding costs nothing
         # one path reads drafts and prompts alike: what a text stores is the same however it came
         self.alike = self.several and target.kv_cache in (None, "int8")
         self.grain, self.chunk = (1, SHORT) if self.alike else (CHUNKS[-1], CHUNKS[-1])
@@ -127,7 +127,7 @@ class Prefill:
         limit: the most tokens of it. It counts only where the size of a chunk changes no bits."""
         shapes, target, longest = self.prompts.shapes, self.prompts.target, self._longest
         reach = max(self.known) + self.start
-        self.view.bound(self.prompts.cache.capacity if shapes.closed else reach)
+        self.view.set_max_length(self.prompts.cache.capacity if shapes.closed else reach)
         most = self.prompts.chunk if limit is None else min(limit, self.prompts.chunk)
         width = min(shapes.chunk(longest - self.start), most)
         texts = [rest[self.start : self.start + width] for rest in self.rests]
@@ -151,7 +151,7 @@ class Prefill:
         return the logits at their ends, [b, 1, V]."""
         cache, drafter = self.prompts.cache, self.prompts.drafter
         if self.prompt_cache is not None:
-            cache.take(torch.tensor([first], device=cache.lengths.device), self.prompt_cache)
+            cache.copy_row(torch.tensor([first], device=cache.lengths.device), self.prompt_cache)
         rows = range(first, first + len(self.texts))
         drafter.assign_owners(rows, self.owners)
         if self.prompts.target.encodes:

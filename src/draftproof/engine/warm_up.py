@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def warm_up(engine: Engine, tokens: int, batch_size: int, sampling: Sampling) -> None:
     """Run once every shape that `Engine.warm_up` says."""
-    most, rows = engine.budget.most, engine.shapes.rows(batch_size)
+    most, rows = engine.budget.max_draft_tokens, engine.shapes.rows(batch_size)
     capacity = engine.shapes.capacity(tokens + most + 2)
     longest = min(capacity, engine.target.context) - most - 3
     sizes = engine.budget.sizes if isinstance(engine.budget, Adaptive) else (most,)
@@ -45,7 +45,7 @@ class _Script(Budget):
     """Sizes that were written down, round by round."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self.most, self.sizes = max(sizes), sizes
+        self.max_draft_tokens, self.sizes = max(sizes), sizes
 
     def choose(self, state: State) -> int:
         return self.sizes.pop(0)

@@ -128,13 +128,13 @@ class BroadcastDrafter(DrafterWrapper):
 
 
 class BroadcastBudget(Budget):
-    """A budget that rank 0 asks and tells; the other ranks hear what it said.
+    """A budget that decides on rank 0; the other ranks receive its answers.
 
-    It has no floor: where drafts end early, their shapes depend on what each rank computed.
+    Its `min_confidence` is 0: where drafts end early, their shapes depend on each rank's rounding.
     """
 
     def __init__(self, budget: Budget, group: ProcessGroup) -> None:
-        self.budget, self.group, self.most = budget, group, budget.most
+        self.budget, self.group, self.max_draft_tokens = budget, group, budget.max_draft_tokens
 
     def choose(self, state: State) -> int:
         return self.group.number(self.budget.choose(state) if self.group.is_main_process else 0)

@@ -24,7 +24,7 @@ def paths(target: Target) -> dict[str, str]:
     sentences = {
         "layers": _layers(target),
         "attention": f"our {build} kernel up to {NODES} nodes, {sdpa} beyond"
-        if target.skips_absent else sdpa,
+        if target.ragged_batches else sdpa,
         **({"weights": weights} if (weights := _weights(target)) else {}),
         "checked": target.facts.checked,
         "sampling": f"our {build} kernels" if host and kernels() else "torch's operators",
@@ -51,7 +51,7 @@ def _layers(target: Target) -> str:
     name = getattr(target.model, "architecture", type(target.model).__name__)
     forward = "the model's own forward in transformers"
     forward = forward if target.fast is None else "torch's operators in a short forward"
-    if target.skips_absent:
+    if target.ragged_batches:
         read = f"our {build} kernels, a read in one call"
         return f"{read}; transformers' {name} is not built" if isinstance(
             target.model, NativeModel) else read

@@ -106,7 +106,7 @@ def examine(target: ModuleTarget) -> Facts:
         short = target.with_facts(replace(facts, fast=True, fused=fused))
         if short.fast is None:
             break
-        if (short.skips_absent or not fused) and tree.error(short) <= enough:
+        if (short.ragged_batches or not fused) and tree.error(short) <= enough:
             return short.facts
     return facts
 

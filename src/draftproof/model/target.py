@@ -105,7 +105,7 @@ class Target:
         return self.facts.has_states
 
     @property
-    def skips_absent(self) -> bool:
+    def ragged_batches(self) -> bool:
         """Whether nodes that are not there cost nothing, so that rows of a batch may as well have
         different numbers of them."""
         return self.fast is not None and self.fast.fused is not None

@@ -139,7 +139,7 @@ class Planner:
             predictions.append(self.predict(PLAIN, batch, temperature, 0))
             for name, drafter in self.drafters.items():
                 self.progress(f"replaying: {name}, batch {batch}, T = {temperature:g}")
-                sizes: list[int | str] = [*presets(drafter.default_budget)[1:], AUTO]
+                sizes: list[int | str] = [*presets(drafter.max_draft_tokens)[1:], AUTO]
                 predictions += [self.predict(name, batch, temperature, size) for size in sizes]
         count = sum(map(len, self.texts.values()))
         name = self.plain.target.name
@@ -151,7 +151,7 @@ class Planner:
         texts, total, runs = self.repeated(temperature, batch), RoundStats(), []
         for seed in range(REPLAYS if size == AUTO else 1):
             drafter = self._played(name, temperature, texts)
-            budget = Adaptive(drafter.default_budget) if size == AUTO else Fixed(int(size))
+            budget = Adaptive(drafter.max_draft_tokens) if size == AUTO else Fixed(int(size))
             runs.append(replay(self.plain, drafter, texts, budget, self.machine, batch, name, seed))
             if isinstance(budget, Adaptive):
                 self.learned.setdefault(name, learned(budget))
@@ -203,12 +203,12 @@ class Planner:
             sizes = {name: size_of(drafter.model) for name, drafter in self.models.items()}
             return read_machine(config.machine, target.name, self.size, sizes)
         prompts = [text.tokens[: text.prompt] for text in self.texts[config.temperatures[0]]]
-        most = max((drafter.default_budget for drafter in self.drafters.values()), default=0)
+        most = max((drafter.max_draft_tokens for drafter in self.drafters.values()), default=0)
         timed = {name: drafter for name, drafter in self.drafters.items() if not is_light(name)}
         if light := [drafter for name, drafter in self.drafters.items() if name not in timed]:
-            top = max(drafter.wants_top for drafter in light)
+            top = max(drafter.top_k_needed for drafter in light)
             timed[LIGHT] = RandomDrafter(target.vocab_size, silent=True, top=top)
-            timed[LIGHT].default_budget = most
+            timed[LIGHT].max_draft_tokens = most
         return probe(self.plain, prompts, config.batches, config.temperatures, presets(most), timed,
                      self.progress)
 
@@ -243,7 +243,7 @@ def learned(budget: Adaptive) -> dict[str, object]:
     """What `begin_with` needs, as JSON."""
     costs = [[*shape, cost.mean, cost.seen] for shape, cost in budget.costs.items()]
     values = {name: getattr(budget, name) for name in LEARNED}
-    return {"most": budget.most, "sizes": budget.sizes, "costs": costs} | values
+    return {"most": budget.max_draft_tokens, "sizes": budget.sizes, "costs": costs} | values
 
 
 def begin_with(learned: Mapping[str, Any]) -> Adaptive:

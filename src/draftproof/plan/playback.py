@@ -44,7 +44,7 @@ class Playback(Drafter):
     """
 
     def __init__(self, texts: Sequence[Text], like: Drafter) -> None:
-        self.texts, self.name, self.default_budget = texts, like.name, like.default_budget
+        self.texts, self.name, self.max_draft_tokens = texts, like.name, like.max_draft_tokens
         self.deepest, self.timing = like.deepest, Timing()
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
@@ -69,8 +69,8 @@ class PlayedDrafter(Playback):
 
     def __init__(self, texts: Sequence[Text], inner: Drafter) -> None:
         super().__init__(texts, inner)
-        self.inner, self.wants_top = inner, inner.wants_top
-        if inner.wants_top:
+        self.inner, self.top_k_needed = inner, inner.top_k_needed
+        if inner.top_k_needed:
             self.starts = [0, *accumulate(len(text.tokens) for text in texts)]  # places in `top`
             known = [text.likeliest for text in texts if text.likeliest is not None]
             self.top = [torch.cat(parts) for parts in zip(*known, strict=True)]
@@ -154,8 +154,8 @@ class PlayedDraft(Playback):
 
     def propose(self, frontier: Frontier) -> TokenTree:
         """As `DraftModel` does: until the floor, and while a row is among the likeliest."""
-        most, nodes = frontier.max_nodes, frontier.budget * len(self.rows)
-        floor = math.log(frontier.floor) if frontier.floor else -math.inf
+        most, nodes = frontier.max_nodes, frontier.max_draft_tokens * len(self.rows)
+        floor = math.log(frontier.min_confidence) if frontier.min_confidence else -math.inf
         self.lag, self.proposed, going = [0] * len(self.rows), True, list[int]()
         self.timing.going = going
         tokens = torch.full((len(self.rows), 1 + most), ABSENT, dtype=torch.int64)
@@ -177,7 +177,7 @@ class PlayedDraft(Playback):
                 break
         depth = len(going)
         tree = TokenTree.chain(tokens[:, : 1 + depth])
-        if not frontier.most:
+        if not frontier.row_limit:
             return tree
         tree = replace(tree, confidence=chances[:, : 1 + depth].exp())
-        return tree.within_budget(frontier.budget)
+        return tree.within_budget(frontier.max_draft_tokens)

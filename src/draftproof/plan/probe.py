@@ -40,13 +40,13 @@ class RandomDrafter(Drafter):
     name = "noise"
 
     def __init__(self, vocab_size: int, silent: bool = False, top: int = 0) -> None:
-        self.vocab_size, self.silent, self.wants_top = vocab_size, silent, top
+        self.vocab_size, self.silent, self.top_k_needed = vocab_size, silent, top
 
     def propose(self, frontier: Frontier) -> TokenTree:
         if self.silent:
             return TokenTree.root(frontier.prefix.root)
         root, place = frontier.prefix.root[:, None], frontier.prefix.position[:, None]
-        ahead = torch.arange(1, 1 + frontier.budget, device=root.device)
+        ahead = torch.arange(1, 1 + frontier.max_draft_tokens, device=root.device)
         tokens = (root * 48271 + (place + ahead) * 69621) % 2147483647 % self.vocab_size
         return TokenTree.chain(torch.cat([root, tokens], 1))
 
@@ -55,7 +55,7 @@ class RoundRobin(Budget):
     """Sizes that take turns, once there are so many rows."""
 
     def __init__(self, sizes: Sequence[int], rows: int) -> None:
-        self.most, self.left, self.rows = max(sizes), list(sizes), rows
+        self.max_draft_tokens, self.left, self.rows = max(sizes), list(sizes), rows
         self.done: Round | None = None
 
     def choose(self, state: State) -> int:
@@ -96,7 +96,7 @@ def run(
             before = drafting, drafted
             drafting = scheduler.clock.draft.seconds
             drafted = sum(row.stats.drafted for row in rows)
-            nodes = (drafted - before[1]) / count if engine.target.skips_absent else done.size
+            nodes = (drafted - before[1]) / count if engine.target.ragged_batches else done.size
             context = sum(len(row.prompt) + len(row.tokens) for row in rows) / count
             yield Seen(done.size, done.seconds, drafting - before[0], nodes, context)
 
@@ -153,7 +153,7 @@ def probe(
     beyond one that reads as many nodes without them."""
     drafters = [RandomDrafter(engine.target.vocab_size), *models.values()]
     few = [sorted({0, *sizes})]
-    for most in (model.default_budget for model in models.values()):
+    for most in (model.max_draft_tokens for model in models.values()):
         few.append(sorted({0, 1, min(2, most), (most + 1) // 2, most}))
     progress("timing prompts and long texts")
     prompts, slope = _prompts(engine, drafters[0], texts)

@@ -49,7 +49,7 @@ def _read(
     tokens = torch.tensor([text.tokens], device=model.device)
     cache = model.new_cache(1, len(text.tokens) + CHUNK)
     for start in range(0, tokens.shape[1], CHUNK):
-        cache.bound(start)
+        cache.set_max_length(start)
         chain = TokenTree.chain(tokens[:, start : start + CHUNK])
         reading = model.read(chain, cache, hidden_layers=hidden_layers)
         logits = over_vocabulary(reading.logits, engine.target.vocab_size)

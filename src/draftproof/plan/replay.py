@@ -94,22 +94,23 @@ class SimulatedClock(Budget):
     usual: float = 0.0
 
     def __post_init__(self) -> None:
-        self.most, self.floor = self.inner.most, self.inner.floor
+        self.max_draft_tokens = self.inner.max_draft_tokens
+        self.min_confidence = self.inner.min_confidence
         self.dice = random.Random(self.seed)
 
     def choose(self, state: State) -> int:
         self.unread, size = state.unread, self.inner.choose(state)
-        self.rest = self.inner.rest
+        self.cooldown = self.inner.cooldown
         return size
 
     def record(self, done: Round) -> None:
         tree, context = self.target.tree, 1 + fmean(self.target.lengths[: done.rows])
-        sizes = tree.sizes if self.target.skips_absent else [tree.tokens.shape[1] - 1]
+        sizes = tree.sizes if self.target.ragged_batches else [tree.tokens.shape[1] - 1]
         took = self.machine.round(self.sampled, done.rows, fmean(sizes), context)
         took += self._draft_seconds(done, fmean(sizes))
         self.total += took
         self.inner.record(done._replace(seconds=took * self.dice.choice(self.machine.noise)))
-        self.rest = self.inner.rest
+        self.cooldown = self.inner.cooldown
 
     def read_prompts(self, tokens: int) -> None:
         """Add the seconds of prompts of so many tokens."""
@@ -130,7 +131,7 @@ class SimulatedClock(Budget):
             measured = min(measured, 4 * self.usual or measured)               # others compute, too
             self.usual += (measured - self.usual) / 8 if self.usual else measured
         spare = timing.ahead - nodes if size else 0.0
-        shares_top = self.played.wants_top and not self.rest
+        shares_top = self.played.top_k_needed and not self.cooldown
         light = machine.draft(LIGHT, sampled, done.rows, max(0.0, spare)) if shares_top else 0.0
         return measured + light
 

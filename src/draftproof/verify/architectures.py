@@ -106,7 +106,7 @@ def _examined(
 class _Knows(Drafter):
     """Knows what will be written and says it next to what will not: part of a tree is accepted."""
 
-    name, default_budget = "knows", 7
+    name, max_draft_tokens = "knows", 7
 
     def __init__(self, texts: Sequence[Sequence[int]], trees: bool) -> None:
         self.texts, self.trees = texts, trees
@@ -147,7 +147,8 @@ def _wrong(model: PreTrainedModel, target: Target) -> str:
                 return f"greedy text parts from the model's own {at}"
         texts = [[*prompt, *tokens] for prompt, tokens in zip(begun, plain, strict=True)]
         for rows in (1, len(inputs)):
-            engine = Engine(target, _Knows(texts, target.reads_trees), budget=_Knows.default_budget)
+            drafter = _Knows(texts, target.reads_trees)
+            engine = Engine(target, drafter, budget=drafter.max_draft_tokens)
             if at := _parted(written(engine, want, rows), plain):
                 return f"drafted text ({how}, {rows} at a time) parts from plain text {at}"
     return ""

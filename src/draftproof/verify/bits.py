@@ -171,8 +171,8 @@ def prove_bits(
     new = new_tokens or (QUICK_NEW_TOKENS if quick else NEW_TOKENS)
     comparison, lookup = Comparison(engine, wants or _usual(seed), new, prompts), PromptLookup()
     drafters: dict[str, tuple[Drafter, int]] = {
-        "none": (Plain(), 0), engine.drafter.name: (engine.drafter, engine.budget.most),
-        lookup.name: (lookup, lookup.default_budget),
+        "none": (Plain(), 0), engine.drafter.name: (engine.drafter, engine.budget.max_draft_tokens),
+        lookup.name: (lookup, lookup.max_draft_tokens),
     }
     cases = [(name, size) for name in drafters for size in rows if name != "none" or size > 1]
     exact_cases = 0

@@ -97,8 +97,8 @@ class Setup(NamedTuple):
     """How to draft: the drafter, how many tokens, and how many children a node has, by depth."""
 
     draft: Callable[[], Drafter]
-    most: int
-    fan: Sequence[int] = (1,) * 8
+    max_draft_tokens: int
+    branching: Sequence[int] = (1,) * 8
 
 
 PLAIN = Setup(Plain, 0)
@@ -139,8 +139,8 @@ class Case:
         ]
         engine = Engine(
             self.target, self.setup.draft(), codec=CharTokenizer(self.alphabet),
-            acceptance=self.rule, budget=self.budget(self.setup.most), shapes=self.shapes,
-            sampler=sampler,
+            acceptance=self.rule, budget=self.budget(self.setup.max_draft_tokens),
+            shapes=self.shapes, sampler=sampler,
         )
         prompts = [list(ask.prompt) for ask in self.asks]
         return engine.generate(prompts, sampling=sampling, n=n, batch_size=batch_size)
@@ -201,18 +201,18 @@ class Alternating(Budget):
     """A budget that comes and goes: K, 0, 1, K, ..."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.rounds = most, 0
+        self.max_draft_tokens, self.rounds = most, 0
 
     def choose(self, state: State) -> int:
         self.rounds += 1
-        return (self.most, 0, min(1, self.most))[self.rounds % 3]
+        return (self.max_draft_tokens, 0, min(1, self.max_draft_tokens))[self.rounds % 3]
 
 
 class Once(Budget):
     """Drafts in the first round alone: all that can come of a deep draft can be enumerated."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.left = most, [most]
+        self.max_draft_tokens, self.left = most, [most]
 
     def choose(self, state: State) -> int:
         return self.left.pop() if self.left else 0
@@ -249,15 +249,16 @@ def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[Ask], dict[str, 
         yield f"{name}, mixed batch", SETUPS[name], mixed, {}
         on_device = {"shapes": ShapePolicy(closed=True)}
         yield f"{name}, mixed batch as on a device", SETUPS[name], mixed, on_device
-    sampling = Sampling(temperature=float(rule.drawn), stop_tokens=(2,), repetition_penalty=1.3)
+    temperature = float(rule.needs_draft_probs)
+    sampling = Sampling(temperature=temperature, stop_tokens=(2,), repetition_penalty=1.3)
     itself = by_model(TARGET, 2), [Ask(sampling, (1, 0), 4)]
     yield "drafts for itself", *itself, {"itself": True}
     yield "drafts for itself at times", *itself, {"itself": True, **at_times}
-    fading = Ask(Sampling(temperature=2.2, top_p=0.6), (1, 0), 4 if rule.drawn else 3)
+    fading = Ask(Sampling(temperature=2.2, top_p=0.6), (1, 0), 4 if rule.needs_draft_probs else 3)
     yield "budget comes and goes", SETUPS["chain"], [fading], at_times
     penalised = Sampling(temperature=1.0, top_k=2, repetition_penalty=2.0, frequency_penalty=0.7)
     asks = [Ask(penalised, (1, 0), 4)]
-    if not rule.drawn:                          # every choice counts there: greedy, but many
+    if not rule.needs_draft_probs:              # every choice counts there: greedy, but many
         greedy = replace(penalised, temperature=0.0)
         asks = [Ask(greedy, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2))]
     yield "penalties in a tree", SETUPS["tree of 4"], asks, {}
@@ -265,7 +266,7 @@ def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[Ask], dict[str, 
         bound = replace(free, stop_tokens=(2,), processors=(GRAMMARS[grammar],))
         yield f"{name}, {grammar}", SETUPS[name], [Ask(bound, (1, 0))], {}
     yield "stop strings in a special token", SETUPS["chain"], TAGGED, {"alphabet": TAGS}
-    if rule.drawn:                              # nodes that shorter drafts have not
+    if rule.needs_draft_probs:                  # nodes that shorter drafts have not
         deep = by_model(toy(22, 2), 6, vocab=2), [Ask(Sampling(temperature=1.2), (1, 0), 7)]
         yield "a chain of 6", *deep, {"target": toy(21, 2), "budget": Once}
     wide = [Ask(Sampling(temperature=1.3, top_k=2), (1, 0), 4)]

@@ -41,7 +41,7 @@ class Outcomes:
         self.mass = torch.ones(len(plans), dtype=torch.float64)
         self.others: list[tuple[Tensor, Tensor]] = []
 
-    def take(self, branches: Tensor, probs: Tensor) -> Tensor:
+    def choose(self, branches: Tensor, probs: Tensor) -> Tensor:
         """[B] one outcome per row of `probs` [B, K] for `branches` [B]; equal ones draw once."""
         once, copies = torch.unique(branches, return_inverse=True)
         first = torch.full_like(once, len(branches))
@@ -80,7 +80,7 @@ def _ordered(
             none = best == NO_TOKEN
             sure = one_hot(best.clamp(min=0), left.shape[1]).double()
             probs = torch.where((greedy[rows] | none)[:, None], sure, left.double().softmax(-1))
-            taken = outcomes.take(branches[rows], probs)
+            taken = outcomes.choose(branches[rows], probs)
             before = order[rows, node, taken]
             rank_left = before.new_tensor(children - rank)
             order[rows, node, taken] = torch.where(none, before, rank_left)
@@ -112,7 +112,7 @@ def decided(case: Case, outcomes: Outcomes, samples: int) -> type[Sampler]:
             if role is Role.TARGET or self.greedy:
                 return self.filtered(logits, paths)
             depth = int(paths.tree.depths[0, paths.first])
-            return self.ordered(logits, paths, case.setup.fan[depth])
+            return self.ordered(logits, paths, case.setup.branching[depth])
 
         def chance(self, prefix: Prefix) -> Chance:
             return DecidedChance(outcomes, self.branches)
@@ -128,14 +128,14 @@ class DecidedChance:
 
     def flip(self, probability: Tensor, node: int) -> Tensor:
         heads = probability.double().nan_to_num(0.0).clamp(0, 1)    # u < NaN is never true
-        return self.outcomes.take(self.branches, torch.stack([1 - heads, heads], -1)) == 1
+        return self.outcomes.choose(self.branches, torch.stack([1 - heads, heads], -1)) == 1
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
         weights = weights.double()
         broken = weights.isnan().any(-1) | (weights < 0).any(-1) | ~(weights.sum(-1) > 0)
         sure = one_hot(torch.zeros_like(depth), weights.shape[1]).double()
         probs = torch.where(broken[:, None], sure, weights / weights.sum(-1, keepdim=True))
-        return torch.where(broken, NO_TOKEN, self.outcomes.take(self.branches, probs))
+        return torch.where(broken, NO_TOKEN, self.outcomes.choose(self.branches, probs))
 
 
 class Enumerated(NamedTuple):

@@ -139,9 +139,9 @@ def draws_used_twice(rule: str, seed: int) -> int:
     for setup in DEPTHS:
         drawn.clear()
         engine = Engine(
-            OURS, setup.draft(), acceptance=rule, budget=setup.most, sampler=Recorded
+            OURS, setup.draft(), acceptance=rule, budget=setup.max_draft_tokens, sampler=Recorded
         )
-        engine.generate([[3]], max_new_tokens=3 * setup.most, sampling=sampling, n=16)
+        engine.generate([[3]], max_new_tokens=3 * setup.max_draft_tokens, sampling=sampling, n=16)
         streams = torch.cat(drawn)
         again += len(streams) - len(torch.unique(streams, dim=0))
     return again
@@ -165,7 +165,8 @@ def prove_sampling(
             audits[case.name] = audited(case, count, seed + 1_000_003 * done)
         tick(0.8, "noise")
         streams = dict(noise_tests(seed))
-        twice = {name: draws_used_twice(name, seed) for name, rule in RULES.items() if rule.drawn}
+        twice = {name: draws_used_twice(name, seed) for name, rule in RULES.items()
+                 if rule.needs_draft_probs}
         tick(0.95, "a planted mistake")
         result = audited(trial(TRIALS[0]), count, seed, SharedNoise)
         planted = min(check.p_value for check in result.checks)
