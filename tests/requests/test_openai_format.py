@@ -99,3 +99,11 @@ def test_a_system_message_beside_a_prompt() -> None:
     both = json.dumps({"messages": said, "system": "Be brief."}).encode()
     with pytest.raises(BadInput, match="system"):
         parse_row(both, BASE, True)
+
+
+def test_a_row_whose_json_programs_read_differently_is_refused() -> None:
+    for text, word in ((b'{"prompt": "a", "seed": 1, "seed": 2}', '"seed"'),
+                       (b'{"prompt": "a", "temperature": NaN}', "NaN"), (b"{", "line 1"),
+                       (b"[" * 100_000, "nested too deeply"), (b'"\xff"', "UTF-8")):
+        with pytest.raises(BadInput, match=f"the row is not JSON: .*{word}"):
+            parse_row(text, BASE, False)

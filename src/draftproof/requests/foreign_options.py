@@ -88,7 +88,7 @@ _NAMES = frozenset(name for names in UNSUPPORTED.values() for name in names)
 HARMLESS = frozenset({
     # about the client and the account
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "request_id", "cid", "rid",
+    "prompt_cache_retention", "prompt_cache_options", "request_id", "cid", "rid",
     # about speed and the cache, not about the text
     "prediction", "priority", "cache_salt", "cache_prompt", "id_slot", "n_keep", "keep_alive",
     "use_cache", "speculative", "output_kind", "data_parallel_rank", "guided_decoding_backend",

@@ -21,6 +21,7 @@ from draftproof.requests.foreign_options import (
     refuse_unknown,
     refuse_unsupported,
 )
+from draftproof.requests.json_text import read_json
 
 if TYPE_CHECKING:
     from draftproof.core.params import Sampling
@@ -30,6 +31,8 @@ NOT_DATA = ("processors", "stop_when", "logits_rules")
 """Fields of a sampling that no file or request can hold."""
 PROMPTS = ("prompt", "messages", "turns", "text", "prompt_token_ids", "inputs")
 """Fields a prompt is looked for in; of turns, the first is taken."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message's reasoning: an answer may have nothing else."""
 SWITCHES = ("n", "do_sample", "ignore_eos")
 """What a row may ask for besides the fields of a sampling."""
 
@@ -44,10 +47,9 @@ class ParsedRow(NamedTuple):
 def parse_json(text: bytes) -> dict[str, Any]:
     """The object on a line, its "body" unfolded. Raises BadInput, in one sentence."""
     try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise BadInput(f"the row is not JSON: {reason}") from error
+        row = read_json(text)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"the row is not JSON: {error if error.doc else error.msg}") from error
     if not isinstance(row, dict):
         wanted = f"an object with one of {', '.join(PROMPTS)}"
         raise BadInput(f"the row is a JSON {type(row).__name__}; it must be {wanted}")
@@ -131,7 +133,7 @@ def messages_of(value: object) -> list[dict[str, Any]]:
     read = list[dict[str, Any]]()
     for message in messages:
         calls, content = message.get("tool_calls"), message.get("content")
-        if content is None and calls:
+        if content is None and (calls or any(message.get(name) for name in REASONING)):
             content = ""
         if isinstance(content, list):
             content = "".join(map(text_part, content))

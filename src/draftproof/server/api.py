@@ -26,6 +26,7 @@ from draftproof.server.answer import Answer
 from draftproof.server.base_answer import BaseAnswer
 from draftproof.server.guard import KEY, LOOPBACK_ORIGIN, Access, Guard, Lifecycle
 from draftproof.server.hosted_model import HostedModel, Limits, Reading
+from draftproof.server.json_route import JSONRoute
 from draftproof.server.messages_answer import MessagesAnswer
 from draftproof.server.messages_request import MessagesBody, TokensBody
 from draftproof.server.models import Models
@@ -96,6 +97,7 @@ class Server:
         about = "Speculative decoding that changes no answer."
         app = FastAPI(title="draftproof", description=about, docs_url=None, redoc_url=None,
                       lifespan=self._lifespan)
+        app.router.route_class = JSONRoute
         # the last one added is the first one asked; HTTP middlewares would copy what is streamed
         app.add_middleware(Guard, access=self.access, lifecycle=self.lifecycle)
         app.add_middleware(

@@ -71,11 +71,14 @@ class Grammars:
 
     def response(self, asked: ResponseFormat | None) -> LogitsRule | None:
         """The rule of a request's `response_format`; None where any text will do."""
-        if asked is None or asked.type == "text":
+        if asked is None:
             return None
-        schema = asked.json_schema.get("schema")
-        if schema is None:                      # next to the type, as llama.cpp has it
-            schema = (asked.model_extra or {}).get("schema")
+        if asked.type == "text":
+            if asked.json_schema is not None or asked.schema_ is not None:
+                raise BadInput('response_format is "text" and has a schema; say "json_schema"')
+            return None
+        schema = asked.json_schema.schema_ if asked.json_schema is not None else None
+        schema = asked.schema_ if schema is None else schema
         if schema is None and asked.type == "json_object":
             schema = {"type": "object"}
         if not isinstance(schema, dict):

@@ -17,8 +17,13 @@ from draftproof.server.grammar import Grammars
 from draftproof.server.metrics import Metrics
 from draftproof.server.output_reader import OutputReader
 from draftproof.server.reasoning import CHANNELS, is_open, marks_of
+from draftproof.server.request_keys import check_messages, with_known_roles
 from draftproof.server.request_queue import RequestQueue, Worker
 from draftproof.server.tools import Form, call_messages, call_rule, offered
+
+RANGES = {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
+          "seed": (-(2**63), 2**63 - 1)}
+"""The least and the largest value of an option of a request."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class HostedModel:
         if body.stream_options is not None and not body.stream:
             raise BadInput("stream_options was given without stream; ask for both")
         sampling = sampling_of(self.sampling, rest)
+        _check_ranges(sampling)
         if sampling.temperature and rest.get("seed") in (None, -1):  # another text each time
             sampling = replace(sampling, seed=secrets.randbits(62))
         rule = constraints.constraint(body.response_format, wanted, grammars)
@@ -143,7 +149,10 @@ class HostedModel:
         if isinstance(body, schema.Completion):
             return body.prompt or "", None, ""
         assert isinstance(body, schema.Chat)
-        messages, codec = messages_of(body.messages), self.engine.codec
+        codec = self.engine.codec
+        template = str(codec.tokenizer.chat_template or "") if codec is not None else ""
+        check_messages(body.messages, template)
+        messages = with_known_roles(messages_of(body.messages), template)
         tools, form = offered(body, codec)
         messages, options = call_messages(messages, form), body.template_options()
         if codec is None or not (form is not None or options or self.marks is not None):
@@ -172,6 +181,13 @@ class HostedModel:
         for request in requests if shown else ():
             for sequence in request.sequences:
                 sequence.detokenizer = codec.marked_stream(request.prompt, shown)
+
+
+def _check_ranges(sampling: Sampling) -> None:
+    """Refuse numbers that OpenAI's API and vLLM refuse, and `Sampling` takes."""
+    for name, (low, high) in RANGES.items():
+        if not low <= (value := getattr(sampling, name)) <= high:
+            raise BadInput(f"{name} was {value!r:.60}; it must be from {low} to {high}")
 
 
 def default_sampling(engine: Engine) -> Sampling:

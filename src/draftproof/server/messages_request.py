@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftproof.errors import BadInput
+from draftproof.server.request_keys import BLOCKS, check_keys
 from draftproof.server.schema import Chat, DraftproofOptions
 from draftproof.tokenizer.codec import Codec
 
@@ -19,7 +20,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: Literal["user", "assistant", "system"]
+    role: Literal["user", "assistant"]
     content: Blocks
 
 
@@ -107,9 +108,9 @@ class TokensBody(BaseModel):
         """
         messages = list[dict[str, object]]()
         if self.system:
-            messages.append({"role": "system", "content": _text(self.system)})
-        for message in self.messages:
-            messages += _turn(message)
+            messages.append({"role": "system", "content": _text(self.system, "system")})
+        for number, message in enumerate(self.messages):
+            messages += _turn(message, f"messages.{number}.content")
         tools = [{"type": "function", "function": {
             "name": tool.name, "parameters": tool.input_schema,
             **({"description": tool.description} if tool.description else {})}}
@@ -124,6 +125,8 @@ class TokensBody(BaseModel):
         choice = self.tool_choice
         if choice is None:
             return {}
+        if choice.name is not None and choice.type != "tool":
+            raise BadInput(f'tool_choice was of type {choice.type!r} with a name; leave one out')
         named: object = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
         if named is None:
             if choice.name is None:
@@ -163,7 +166,7 @@ class MessagesBody(TokensBody):
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | int | None = None
+    temperature: Annotated[float | int, Field(ge=0, le=1)] | None = None
     top_k: int | None = None
     top_p: float | int | None = None
     seed: int | None = None
@@ -182,37 +185,46 @@ class MessagesBody(TokensBody):
                 "draftproof": self.draftproof}
 
 
-def _text(content: Blocks) -> str:
+def _text(content: object, where: str) -> str:
     """The text of blocks."""
     if isinstance(content, str):
         return content
-    parts = []
-    for block in content:
-        if block.get("type", "text") != "text" or not isinstance(block.get("text"), str):
-            raise BadInput(f"a block of type {block.get('type')!r:.60} was given; only text is "
-                           "read here")
-        parts.append(block["text"])
-    return "".join(parts)
+    blocks = content if isinstance(content, list) else [content]
+    return "".join(_block_text(block, f"{where}.{number}") for number, block in enumerate(blocks))
 
 
-def _turn(message: Message) -> list[dict[str, object]]:
+def _block_text(block: object, where: str) -> str:
+    kind = block.get("type", "text") if isinstance(block, dict) else type(block).__name__
+    text = block.get("text") if isinstance(block, dict) else None
+    if not isinstance(block, dict) or kind != "text" or not isinstance(text, str):
+        raise BadInput(f"{where} is a block of type {kind!r:.60}; only text is read here")
+    check_keys(block, BLOCKS["text"], where)
+    return text
+
+
+def _turn(message: Message, where: str) -> list[dict[str, object]]:
     """A turn as messages of OpenAI's: results of tools are messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, calls, text, thoughts = [], [], [], []
-    for block in message.content:
-        kind = block.get("type", "text")
+    for number, block in enumerate(message.content):
+        kind, place = block.get("type", "text"), f"{where}.{number}"
+        if kind in [*BLOCKS]:
+            check_keys(block, BLOCKS[kind], place)
         if kind == "tool_result":
-            content = _text(block.get("content") or "")
+            content = _text(block.get("content") or "", f"{place}.content")
             results.append({"role": "tool", "content": content,
                             "tool_call_id": block.get("tool_use_id", "")})
         elif kind == "tool_use":
+            name, arguments = block.get("name"), block.get("input", {})
+            if not isinstance(name, str) or not isinstance(arguments, dict):
+                raise BadInput(f"{place} needs a name, and an object as its input")
             calls.append({"id": block.get("id", ""), "type": "function", "function": {
-                "name": block.get("name", ""), "arguments": block.get("input") or {}}})
+                "name": name, "arguments": arguments}})
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
-            text.append(_text([block]))
+            text.append(_block_text(block, place))
     turn: dict[str, object] = {"role": message.role, "content": "".join(text)}
     if calls:
         turn["tool_calls"] = calls

@@ -73,7 +73,9 @@ def status_of(error: Exception) -> int:
 
 def _misread(error: RequestValidationError) -> str:
     """Which field is wrong, what it was, and what it may be."""
-    first, *others = sorted(error.errors(), key=lambda each: each["type"] == "missing")
+    kinds = ("extra_forbidden", "missing")          # of a union: an unknown name says most
+    first, *others = sorted(error.errors(), key=lambda each: (
+        (each["type"] == kinds[1]) - (each["type"] == kinds[0])))
     path = [str(part) for part in first["loc"][1:]]
     where = ".".join(part for part in path if not re.match(r"[A-Z]|str$|.*\[", part))
     if first["type"] == "json_invalid" or not where:

@@ -14,7 +14,7 @@ from draftproof.server.base_answer import BaseAnswer, Piece, event
 from draftproof.server.call_forms import ToolCall
 from draftproof.server.hosted_model import HostedModel, Reading
 from draftproof.server.response_store import Keep
-from draftproof.server.responses_request import ResponsesBody
+from draftproof.server.responses_request import NamedFunction, ResponsesBody
 
 
 class ResponsesAnswer(BaseAnswer):
@@ -156,12 +156,15 @@ class ResponsesAnswer(BaseAnswer):
         fields |= {"temperature": sampling.temperature, "top_p": sampling.top_p,
                    "metadata": body.metadata or {}}
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        choice: object = body.tool_choice or "auto"
+        if isinstance(choice, NamedFunction):
+            choice = choice.model_dump()
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
             "model": self.hosted.name, "output": list(self.items), "error": None,
             "incomplete_details": None, **fields, "tools": tools,
-            "tool_choice": body.tool_choice or "auto", "truncation": "disabled",
+            "tool_choice": choice, "truncation": "disabled",
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "store": self.keep is not None, "background": False,
             "text": {"format": {"type": "text"}, **text},

@@ -7,16 +7,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftproof.errors import BadInput
-from draftproof.server.schema import Chat, DraftproofOptions
+from draftproof.server.request_keys import (
+    FUNCTION_TOOL,
+    ITEMS,
+    REFUSAL_PART,
+    ROLES,
+    TEXT_PART,
+    check_keys,
+)
+from draftproof.server.schema import Chat, DraftproofOptions, StreamOptions, Strict
 
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url",
+            "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+            "computer_call_output.output.image_url", "code_interpreter_call.outputs")
+"""What a client may want in the response; of reasoning it gets the text, and all others are about
+tools and images that are refused."""
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of parts that hold a text."""
-
-
-class Strict(BaseModel):
-    """An object without further fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class FunctionTool(BaseModel):
@@ -30,13 +38,14 @@ class FunctionTool(BaseModel):
     parameters: dict[str, object] | None = None
 
 
-class TextFormat(BaseModel):
-    """What the text must be."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class TextFormat(Strict):
+    """What the text must be; the name and the description of a schema change nothing."""
 
     type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
     schema_: dict[str, object] | None = Field(None, alias="schema")
+    strict: bool | None = None
 
 
 class TextOptions(Strict):
@@ -44,6 +53,13 @@ class TextOptions(Strict):
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
+
+
+class NamedFunction(Strict):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
 
 
 class Reasoning(Strict):
@@ -64,7 +80,7 @@ class ResponsesBody(Strict):
     stream: bool | None = None
     store: bool | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: str | dict[str, object] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -87,7 +103,8 @@ class ResponsesBody(Strict):
     safety_identifier: object = None
     prompt_cache_key: object = None
     prompt_cache_retention: object = None
-    stream_options: object = None
+    prompt_cache_options: object = None
+    stream_options: StreamOptions | None = None
 
     def chat(self, earlier: list[dict[str, object]]) -> Chat:
         """The same as a chat.
@@ -118,10 +135,16 @@ class ResponsesBody(Strict):
     @property
     def wants_logprobs(self) -> bool:
         """Whether the client wants log-probabilities."""
-        return "message.output_text.logprobs" in (self.include or ())
+        return LOGPROBS in (self.include or ())
 
     def _logprobs(self) -> dict[str, object]:
+        for name in self.include or ():
+            if name not in INCLUDED:
+                raise BadInput(f"include has {name!r:.60}, which is not known here; it may have "
+                               f"{', '.join(INCLUDED)}")
         if not self.wants_logprobs:
+            if self.top_logprobs:
+                raise BadInput(f'top_logprobs was {self.top_logprobs}; add "{LOGPROBS}" to include')
             return {}
         return {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
 
@@ -137,28 +160,33 @@ class ResponsesBody(Strict):
             if tool.type != "function" or not tool.name:
                 raise BadInput(f"a tool of type {tool.type!r:.60} was given; this server offers "
                                "functions alone, which the client runs")
+            check_keys(tool.model_dump(), FUNCTION_TOOL, f"the tool {tool.name!r:.60}")
         tools = [{"type": "function", "function": {
             "name": tool.name, "parameters": tool.parameters,
             **({"description": tool.description} if tool.description else {})}}
             for tool in self.tools or ()]
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-                raise BadInput(f"tool_choice was {choice!r:.99}; name a function")
-            choice = {"type": "function", "function": {"name": choice["name"]}}
+        choice: object = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
         return {**({"tools": tools} if tools else {}), "tool_choice": choice}
 
 
 def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Input items as messages; calls that follow each other are of one message."""
     messages, reasoning = list[dict[str, Any]](), ""
-    for item in items:
-        kind = item.get("type") or ("message" if "role" in item else None)
+    for number, item in enumerate(items):
+        where, kind = f"input.{number}", item.get("type") or ("message" if "role" in item else None)
+        if kind in [*ITEMS]:
+            check_keys(item, ITEMS[kind], where)
         if kind == "reasoning":
-            reasoning += _joined(item.get("content") or item.get("summary") or [])
+            reasoning += _joined(item.get("content") or item.get("summary") or [], where)
         elif kind == "message":
-            role = {"developer": "system"}.get(item.get("role", ""), item.get("role", ""))
-            message = {"role": role, "content": _joined(item.get("content") or "")}
+            role = item.get("role")
+            if role not in ROLES[:-1]:
+                raise BadInput(f"the role of {where} was {role!r:.60}; it must be one of "
+                               f"{', '.join(ROLES[:-1])}")
+            role = "system" if role == "developer" else role
+            message = {"role": role, "content": _joined(item.get("content") or "", where)}
             if role == "assistant" and reasoning:
                 message["reasoning_content"], reasoning = reasoning, ""
             messages.append(message)
@@ -175,22 +203,24 @@ def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             output = item.get("output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id", ""),
-                             "content": _joined(output if output is not None else "")})
+                             "content": _joined(output if output is not None else "", where)})
         else:
             raise BadInput(f"an input item of type {kind!r:.60} was given; messages, function "
                            "calls, their outputs and reasoning are read here")
     return messages
 
 
-def _joined(content: Any) -> str:
+def _joined(content: Any, where: str) -> str:
     """The text of an item's parts."""
     if isinstance(content, str):
         return content
     parts = []
-    for part in content if isinstance(content, list) else [content]:
+    for number, part in enumerate(content if isinstance(content, list) else [content]):
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if kind else None
         if kind not in (*TEXTS, "refusal") or not isinstance(text, str):
             raise BadInput(f"a part of type {kind!r:.60} was given; only text is read here")
+        keys = REFUSAL_PART if kind == "refusal" else TEXT_PART
+        check_keys(part, keys, f"{where}.content.{number}")
         parts.append(text)
     return "".join(parts)

@@ -7,58 +7,70 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Body(BaseModel):
-    """An object that may have more fields than these."""
+class Strict(BaseModel):
+    """An object without further fields."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Function(Body):
-    """A tool's name and, as a JSON schema, what it takes."""
+class Function(Strict):
+    """A tool's name and, as JSON schemas, what it takes and returns."""
 
     name: str
+    description: str | None = None
     parameters: dict[str, object] | None = None
+    strict: bool | None = None
+    returns: object = Field(None, alias="return")
 
 
-class Tool(Body):
+class Tool(Strict):
     """A tool a chat offers, or the one that must be called."""
 
     type: Literal["function"] = "function"
     function: Function
+    cache_control: object = None
 
 
-class ResponseFormat(Body):
-    """What the text must be."""
+class JSONSchema(Strict):
+    """A schema; its name and description change nothing, and it is always strict."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, object] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What the text must be; llama.cpp's clients have the schema next to the type."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, object] = {}
+    json_schema: JSONSchema | None = None
+    schema_: dict[str, object] | None = Field(None, alias="schema")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """include_usage: a last chunk tells what was read and written; with continuous_usage_stats
     every chunk does. include_obfuscation changes no answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class DraftproofOptions(BaseModel):
+class DraftproofOptions(Strict):
     """drafter: "none" writes without drafts. trees: streamed chunks tell what was drafted."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     drafter: str = ""
     trees: bool = False
 
 
-class GenerationBody(Body):
-    """What both kinds of requests may hold.
+class GenerationBody(BaseModel):
+    """What both kinds of requests may hold; other fields are options of the sampling.
 
     priority: lower ones are taken first. cache_salt: nothing is shared with requests of another.
     """
+
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     n: Annotated[int, Field(ge=1)] | None = None

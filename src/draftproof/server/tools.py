@@ -41,7 +41,7 @@ __all__ = [
 
 def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, object]], Form | None]:
     """The tools that a model may call, for its template, and how it writes calls; None for none."""
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+    tools = [tool.model_dump(exclude_unset=True, by_alias=True) for tool in body.tools or ()]
     if not tools and body.tool_choice not in (None, "none", "auto"):
         raise BadInput("tool_choice asks for a call, and there are no tools")
     if not tools or body.tool_choice == "none":
