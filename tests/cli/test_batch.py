@@ -15,7 +15,7 @@ import pytest
 from draftproof.cli.batch import Batch
 from draftproof.engine.engine import Engine, Update
 from draftproof.requests.reader import RequestReader
-from draftproof.training.files import locked
+from draftproof.training.files import file_lock
 
 Call = Callable[..., Any]
 
@@ -170,7 +170,7 @@ def test_two_processes_do_not_write_one_output(
 ) -> None:
     out = tmp_path / "out.jsonl"
     out.touch()
-    with locked(out):
+    with file_lock(out):
         refused(*args(target, rows, out), words=["another process is writing", str(out)])
     assert out.read_bytes() == b""
 

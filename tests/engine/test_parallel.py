@@ -133,7 +133,7 @@ def test_one_rank_writes_and_a_killed_one_ends_the_others(run: Run) -> None:
 
 def test_a_process_alone_agrees_with_itself() -> None:
     mine = torch.tensor([3, 1])
-    assert ALONE.same(mine)[0] is mine and ALONE.number(4) == 4
+    assert ALONE.broadcast(mine)[0] is mine and ALONE.broadcast_int(4) == 4
     assert ALONE.from_rank_0(lambda: "x") == "x"
     with pytest.raises(RuntimeError, match="gloo"), ALONE.raise_on_rank_failure():
         raise RuntimeError("gloo is not to blame")

@@ -26,8 +26,8 @@ from draftproof.verify.cases import (
     GRAMMARS,
     SETUPS,
     TARGET,
-    Ask,
     Case,
+    CaseRequest,
     by_model,
     logits_after,
     toy,
@@ -40,28 +40,28 @@ FREE, ENDING = Sampling(temperature=1.0), Sampling(temperature=1.0, stop_tokens=
 GREEDY = Sampling(repetition_penalty=2.0, frequency_penalty=0.7)
 ALL = Sampling(temperature=1.6, top_k=2, top_p=0.7, repetition_penalty=1.8, presence_penalty=0.3)
 MIXED = (
-    Ask(Sampling(temperature=1.3, stop_tokens=(0,)), (2, 0, 1)),
-    Ask(Sampling(repetition_penalty=1.4), (1,), 4),
-    Ask(Sampling(temperature=0.8, top_k=2, stop=("ab",)), (0, 2), 2),
+    CaseRequest(Sampling(temperature=1.3, stop_tokens=(0,)), (2, 0, 1)),
+    CaseRequest(Sampling(repetition_penalty=1.4), (1,), 4),
+    CaseRequest(Sampling(temperature=0.8, top_k=2, stop=("ab",)), (0, 2), 2),
 )
 DISTRIBUTION_CASES = {
     name: Case(name, RULES[rule], SETUPS.get(setup) or by_model(TARGET, 2), asks,
-               itself=setup == "itself")
+               self_draft=setup == "itself")
     for name, rule, setup, *asks in (
-        ("draft", "rejection", "chain", Ask(FREE)),
-        ("block", "block", "chain", Ask(FREE)),
-        ("larger draft", "rejection", "larger draft", Ask(FREE, (1,), 2)),
-        ("tree", "match", "tree of 3", Ask(FREE, (1,), 4)),
-        ("options", "rejection", "tree of 4", Ask(ALL, (0, 1, 2), 4)),
+        ("draft", "rejection", "chain", CaseRequest(FREE)),
+        ("block", "block", "chain", CaseRequest(FREE)),
+        ("larger draft", "rejection", "larger draft", CaseRequest(FREE, (1,), 2)),
+        ("tree", "match", "tree of 3", CaseRequest(FREE, (1,), 4)),
+        ("options", "rejection", "tree of 4", CaseRequest(ALL, (0, 1, 2), 4)),
         ("ends", "rejection", "chain",
-         Ask(replace(ENDING, stop=("ab",), min_new_tokens=1), (1,), 4)),
+         CaseRequest(replace(ENDING, stop=("ab",), min_new_tokens=1), (1,), 4)),
         ("mixed", "rejection", "chain", *MIXED),
         ("penalties in a tree", "match", "tree of 4",
-         *(Ask(GREEDY, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2)))),
+         *(CaseRequest(GREEDY, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2)))),
         ("grammar", "match", "tree of 3",
-         Ask(replace(ENDING, processors=(GRAMMARS["never twice"],)), (1, 0), 4)),
+         CaseRequest(replace(ENDING, processors=(GRAMMARS["never twice"],)), (1, 0), 4)),
         ("itself", "rejection", "itself",
-         Ask(Sampling(temperature=0.9, repetition_penalty=1.3), (1, 0), 4)),
+         CaseRequest(Sampling(temperature=0.9, repetition_penalty=1.3), (1, 0), 4)),
     )
 }  # fmt: skip
 """A few cases that see much, by name."""
@@ -69,10 +69,11 @@ DISTRIBUTION_CASES = {
 
 def reference(case: Case) -> list[Distribution]:
     """What plain Python says of a case; with a user's logits processor, plain decoding."""
-    if any(ask.sampling.processors for ask in case.asks):
+    if any(ask.sampling.processors for ask in case.requests):
         return enumerate_texts(case.plain()).distributions
     scores = partial(logits_after, case.target)
-    return [distribution_of_run(scores, ask.prompt, ask.sampling, ask.limit) for ask in case.asks]
+    return [distribution_of_run(scores, request.prompt, request.sampling, request.limit)
+            for request in case.requests]
 
 
 @cache

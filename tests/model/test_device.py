@@ -29,7 +29,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_sentence(
         assert repr(name) in str(refused.value) and "\n" not in str(refused.value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert Device.from_name("cuda:1").where == torch.device("cuda:1")
+    assert Device.from_name("cuda:1").torch_device == torch.device("cuda:1")
     with pytest.raises(BadInput, match="2 of them"):
         Device.from_name("cuda:2")
 

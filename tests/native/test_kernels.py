@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftproof.native.kernels import kernels
-from draftproof.native.structures import interleaved, plain
+from draftproof.native.structures import interleaved, unpack
 
 
 @pytest.mark.parametrize(("dtype", "fold"), [(torch.bfloat16, 2), (torch.int8, 4)])
@@ -19,7 +19,7 @@ def test_what_is_interleaved_can_be_had_back(
     weight = (100 * torch.rand(outputs, inputs)).to(dtype)
     packed = interleaved(weight, fold)
     assert packed.shape[2:] == (32, fold) and packed.is_contiguous()
-    assert torch.equal(plain(packed, inputs, outputs), weight)
+    assert torch.equal(unpack(packed, inputs, outputs), weight)
 
 
 @pytest.mark.skipif(kernels() is None, reason="no library here")

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from draftproof.errors import BadInput
 from draftproof.native.build import BUILDS, able, opened
 from draftproof.native.kernels import Kernels
-from draftproof.native.structures import Native, interleaved, linear, rounded
+from draftproof.native.structures import Native, interleaved, linear, pad_to_strip
 
 SHAPES = [(32, 16), (33, 50), (70, 511), (288, 513), (1200, 48), (32, 2100), (100, 4224)]
 DICE = torch.Generator()
@@ -42,7 +42,7 @@ def in_8_bits(outputs: int, size: int) -> tuple[Native, object, Tensor, int]:
     codes = torch.randint(-128, 128, (outputs, size), generator=DICE, dtype=torch.int8)
     codes[1], codes[2] = 127, -128
     scale = torch.rand(outputs, generator=DICE) / 100
-    held = interleaved(codes, 4).view(torch.uint8).bitwise_xor(128), rounded(scale)
+    held = interleaved(codes, 4).view(torch.uint8).bitwise_xor(128), pad_to_strip(scale)
     return linear(*held, None, size, outputs), held, 127 * codes.double() * scale[:, None], size
 
 
@@ -87,7 +87,7 @@ def test_sums_of_whole_numbers_are_exact(found: Kernels, outputs: int, size: int
     DICE.manual_seed(0)
     weight = torch.randint(-4, 5, (outputs, size), generator=DICE).float()
     bias = torch.randint(-9, 10, (outputs,), generator=DICE).float()
-    held, added = interleaved(weight.bfloat16(), 2), rounded(bias.bfloat16())
+    held, added = interleaved(weight.bfloat16(), 2), pad_to_strip(bias.bfloat16())
     for rows in (0, 1, 2, 11, 12, 13, 16, 17, 25, 60, 97, 121, 145):
         inputs = torch.randint(-4, 5, (rows, size), generator=DICE).float()
         for padded, own in ((None, None), (added, bias)):

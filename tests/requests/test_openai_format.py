@@ -9,7 +9,7 @@ import pytest
 
 import draftproof as dp
 from draftproof.errors import BadInput
-from draftproof.requests.foreign_options import HARMLESS, NEUTRAL, UNSUPPORTED, is_neutral
+from draftproof.requests.foreign_options import HARMLESS, NO_OP_VALUES, UNSUPPORTED, is_neutral
 from draftproof.requests.openai_format import parse_row, refuse_unrecognized
 
 NAMES = sorted({name for names in UNSUPPORTED.values() for name in names})
@@ -66,7 +66,7 @@ def test_what_nothing_here_does_is_refused(name: str) -> None:
             sampling(**row)
         with pytest.raises(BadInput, match=name):
             refuse_unrecognized(row, BASE)
-    for neutral in (None, *NEUTRAL.get(name, ())):
+    for neutral in (None, *NO_OP_VALUES.get(name, ())):
         assert sampling(**{name: neutral}) == BASE
         refuse_unrecognized({name: neutral}, BASE)
 

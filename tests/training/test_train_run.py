@@ -18,7 +18,7 @@ from draftproof.errors import BadInput
 from draftproof.model.device import processor
 from draftproof.training import train_run, trainer
 from draftproof.training.config import SelfGenerateConfig, TrainConfig, TrainRun
-from draftproof.training.files import locked
+from draftproof.training.files import file_lock
 from draftproof.training.texts import DataConfig
 from draftproof.training.train_run import train
 from draftproof.weights.quantized_linear import slow_because
@@ -104,7 +104,7 @@ def test_a_finished_run_is_not_repeated_and_another_is_refused_by_name(
     ):
         with pytest.raises(BadInput, match=words):
             run(source, finished, **changes)
-    with locked(finished), pytest.raises(BadInput, match="another process"):
+    with file_lock(finished), pytest.raises(BadInput, match="another process"):
         run(source, finished)
     assert (finished / "model.safetensors").read_bytes() == before
 

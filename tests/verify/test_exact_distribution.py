@@ -14,7 +14,7 @@ from draftproof.core.acceptance import RULES, accept_by_rejection, weighing
 from draftproof.core.params import Sampling
 from draftproof.verify import cases as table
 from draftproof.verify import exact, reference
-from draftproof.verify.cases import PLAIN, SETUPS, TARGET, Ask, Case, cases, logits_after
+from draftproof.verify.cases import PLAIN, SETUPS, TARGET, Case, CaseRequest, cases, logits_after
 from draftproof.verify.enumeration import Outcomes, distance, enumerate_texts
 from draftproof.verify.exact import EXACT, SEEN, examine, prove_distribution
 from draftproof.verify.reference import distribution_of_run, next_token_probs
@@ -28,7 +28,7 @@ def test_plain_decoding_writes_the_reference_distribution(option: str) -> None:
     for number, (end, stops) in enumerate(table.ENDS.items()):
         want = replace(table.OPTIONS[option], **stops)
         prompt = table.PROMPTS[number % len(table.PROMPTS)]
-        plain = Case(end, RULES["match"], PLAIN, [Ask(want, prompt)])
+        plain = Case(end, RULES["match"], PLAIN, [CaseRequest(want, prompt)])
         (law,) = enumerate_texts(plain).distributions
         assert distance(law, examinations.reference(plain)[0]) < EXACT, end
 

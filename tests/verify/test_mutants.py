@@ -17,7 +17,7 @@ from draftproof.core.params import Sampling
 from draftproof.forward import draft_layers, fast_forward
 from draftproof.model import module_target
 from draftproof.native.kernels import kernels
-from draftproof.verify.cases import SETUPS, Ask, Case, by_model, toy
+from draftproof.verify.cases import SETUPS, Case, CaseRequest, by_model, toy
 from draftproof.verify.exact import SEEN, examine
 
 SOUND: list[tuple[str, ...]] = [("distribution", name) for name in DISTRIBUTION_CASES]
@@ -68,8 +68,10 @@ def test_a_bug_is_planted_wherever_its_function_was_imported() -> None:
 @pytest.mark.parametrize("mistake", WRONG_RULES)
 def test_a_wrong_rule_is_seen(mistake: str) -> None:
     rule, free = weighing(WRONG_RULES[mistake]()), Sampling(temperature=1.0)
-    asks = {"chain": Ask(free, (1,), 4), "smaller draft": Ask(free), "tree of 3": Ask(free)}
-    found = (examine(Case(mistake, rule, SETUPS[name], [ask])) for name, ask in asks.items())
+    requests = {"chain": CaseRequest(free, (1,), 4), "smaller draft": CaseRequest(free),
+                "tree of 3": CaseRequest(free)}
+    found = (examine(Case(mistake, rule, SETUPS[name], [request]))
+             for name, request in requests.items())
     assert any(distance > SEEN for distance, _, _ in found)
 
 
@@ -81,5 +83,5 @@ def test_a_match_without_its_ancestors_is_seen() -> None:
         return acceptance.match(hung, logits, frontier)
 
     rule = RULES["match"]._replace(accept=careless)
-    case = Case("", rule, by_model(toy(12, 3), 2), [Ask(Sampling(temperature=1.0))])
+    case = Case("", rule, by_model(toy(12, 3), 2), [CaseRequest(Sampling(temperature=1.0))])
     assert examine(case)[0] > SEEN

@@ -10,7 +10,7 @@ from draftproof.core.params import Sampling
 from draftproof.core.sampling import Sampler
 from draftproof.verify import exact, sampling
 from draftproof.verify.audit import detectable, g_test, too_equal
-from draftproof.verify.cases import Ask, Case
+from draftproof.verify.cases import Case, CaseRequest
 from draftproof.verify.sampling import OURS, SETUPS, WANTS, prove_sampling
 
 
@@ -22,8 +22,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("rule", [accept_by_rejection, exact.wrong_draft_probs])
 def test_a_rule_can_be_proved_and_a_wrong_one_is_found(quiet: None, rule) -> None:
-    asks = [Ask(Sampling(temperature=1.0), (3,), 4)]
-    cases = [Case("given", weighing(rule), SETUPS["chain"], asks, OURS)]
+    requests = [CaseRequest(Sampling(temperature=1.0), (3,), 4)]
+    cases = [Case("given", weighing(rule), SETUPS["chain"], requests, OURS)]
     section = prove_sampling(sequences=4096, cases=cases)
     assert bool(section.failures) == (rule is not accept_by_rejection)
     assert section.figures["sequences"] == 4096 and section.figures["detects"] < 0.1
@@ -42,7 +42,7 @@ def test_a_planted_mistake_that_is_not_seen_fails_the_section(
 def test_every_trial_names_a_rule_a_setup_and_what_is_asked() -> None:
     for words in sampling.TRIALS:
         rule, _, want = words.split("; ")
-        assert rule in RULES and sampling.trial(words).asks[0].sampling == WANTS[want]
+        assert rule in RULES and sampling.trial(words).requests[0].sampling == WANTS[want]
 
 
 def test_the_g_test_is_calibrated_and_excuses_nothing_impossible() -> None:

@@ -64,7 +64,7 @@ class SourceCache(KVCache):
     least: int = 0          # how much of the encoder's outputs is seen, if there is so much
 
     @classmethod
-    def around(cls, plain: KVCache) -> SourceCache:
+    def wrap(cls, plain: KVCache) -> SourceCache:
         """This empty cache, whose rows have no source yet."""
         cache = cls(plain.layers, plain.lengths, plain.capacity)
         cache.sources = _Sources([0] * len(plain.lengths))

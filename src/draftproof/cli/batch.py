@@ -22,7 +22,7 @@ from draftproof.cli.setup import engine_of
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput, DraftproofError, first_line
 from draftproof.requests.openai_format import parse_row, row_ids
-from draftproof.training.files import locked
+from draftproof.training.files import file_lock
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Completion, Engine, Request
@@ -98,7 +98,7 @@ class Batch:
         if self.out.exists() and self.out.samefile(self.prompts):
             raise BadInput(f"--out is the file of prompts itself, {self.out}; give another")
         self.out.open("ab").close()                         # can it be written?
-        until_done.enter_context(locked(self.out))
+        until_done.enter_context(file_lock(self.out))
         return lines, self._written(lines)
 
     @property
@@ -158,7 +158,7 @@ class Batch:
         except OSError as error:
             raise self._cannot_write(error, len(rows), count) from error
         show.note(f"{len(done)} rows · {show.summary(done, time.perf_counter() - start)}")
-        show.lossy_distance(show.together(done))
+        show.lossy_distance(show.sum_stats(done))
 
     def _cannot_write(self, error: OSError, done: int, count: int) -> DraftproofError:
         return DraftproofError(

@@ -135,7 +135,7 @@ def _run(
     if json_:
         return
     show.note(show.summary(ours))
-    show.lossy_distance(show.together(ours))
+    show.lossy_distance(show.sum_stats(ours))
     for line in lost(engine):
         show.note(line)
     if compare:

@@ -63,7 +63,7 @@ def alone_engine(config: EngineConfig, command: str, cache: int) -> Engine:
 
 def must_decode_alone(engine: Engine, command: str) -> Engine:
     """The engine, if its model needs no encoder: not everything here knows one."""
-    if engine.target.encodes:
+    if engine.target.is_encoder_decoder:
         raise BadInput(
             f"{engine.target.name} is an encoder-decoder, which {command} does not know; "
             "run, serve and bench do"

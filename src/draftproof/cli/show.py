@@ -158,7 +158,7 @@ class StreamWriter:
         self.out.flush()
 
 
-def together(completions: Sequence[Completion]) -> RoundStats:
+def sum_stats(completions: Sequence[Completion]) -> RoundStats:
     """Counts of all rows that ran side by side, seconds of the one that ran longest."""
     from draftproof.requests.stats import RoundStats
 
@@ -173,12 +173,13 @@ def together(completions: Sequence[Completion]) -> RoundStats:
 def per_token(completions: Sequence[Completion]) -> float:
     """Seconds per new token."""
     tokens = sum(len(completion.tokens) for completion in completions)
-    return sum(together(completions).seconds.values()) / max(1, tokens)
+    return sum(sum_stats(completions).seconds.values()) / max(1, tokens)
 
 
 def summary(completions: Sequence[Completion], seconds: float | None = None) -> str:
     """Tokens, speed, tokens per round, acceptance and where the time went, in one line."""
-    stats, tokens = together(completions), sum(len(completion.tokens) for completion in completions)
+    stats = sum_stats(completions)
+    tokens = sum(len(completion.tokens) for completion in completions)
     total = sum(stats.seconds.values()) if seconds is None else seconds
     figures = [f"{tokens} token{'s' * (tokens != 1)}", f"{tokens / max(total, 1e-9):.1f} tokens/s"]
     if stats.rounds:

@@ -19,7 +19,7 @@ from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.model.target import Target
 from draftproof.native.structures import Native
-from draftproof.weights.packed_linear import JointLinear, pack_linears, packable, put
+from draftproof.weights.packed_linear import JointLinear, pack_linears, packable, replace_modules
 from draftproof.weights.quantized_linear import Int8Linear, slow_because
 
 PADDING = 512
@@ -408,7 +408,8 @@ def decoding_copy(head: H, vocabulary: Vocabulary) -> H:
     for parent in copied.requires_grad_(False).modules() if small else ():
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and packable(child):
-                put(parent, {name: child.out_features}, Int8Linear(child.weight, child.bias))
+                whole = Int8Linear(child.weight, child.bias)
+                replace_modules(parent, {name: child.out_features}, whole)
     pack_linears(copied)
     return copied
 

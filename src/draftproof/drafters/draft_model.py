@@ -102,7 +102,7 @@ class DraftModel(Drafter):
 
     def begin(self, rows: Sequence[int], sources: Sequence[object]) -> None:
         reader: Any = self.model
-        if getattr(reader, "encodes", False):
+        if getattr(reader, "is_encoder_decoder", False):
             reader.begin(self._cache(rows[-1] + 1, rows[0]), sources)
 
     def observe(self, commit: Commit) -> None:

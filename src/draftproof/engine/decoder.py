@@ -134,10 +134,10 @@ class Decoder:
     def refresh(self) -> None:
         """Take up weights that changed; to be called where nothing runs."""
         target, prefixes = self.target, self.prompts.prefixes
-        if target.group.alone:
+        if target.group.is_single:
             target.refresh()
         if prefixes is not None:
-            prefixes.belong_to(target.weights)
+            prefixes.belong_to(target.weights_version)
 
     def _forced(self) -> list[list[int]]:
         """Of each row, what its grammar forces; empty where no row is forced to anything."""
@@ -280,7 +280,7 @@ class Decoder:
         prefix = Prefix(batch.text[first : first + len(new)], last)
         sampler = batch.sampler.select(range(first, len(batch.running)))
         paths = Paths(prefix, TokenTree.root(prefix.root))
-        (tokens,) = self.target.group.same(sampler.sample(logits, paths))
+        (tokens,) = self.target.group.broadcast(sampler.sample(logits, paths))
         prefix.tokens.scatter_(1, last[:, None] + 1, tokens.clamp(min=0))
         roots = Accepted(torch.zeros_like(tokens), torch.ones_like(last), tokens[:, 0])
         scored, top = logits if batch.wants_logprobs else None, batch.top_logprobs

@@ -114,7 +114,7 @@ class Engine:
     @property
     def requests(self) -> RequestReader:
         """What checks prompts and sampling parameters."""
-        if self.target.encodes:
+        if self.target.is_encoder_decoder:
             from draftproof.requests.source_reader import SourceReader
 
             return SourceReader(self.target, self.codec, self.stop_tokens)
@@ -317,7 +317,8 @@ class Engine:
         """
         check_count("n", n)
         wanted = self.sampling if sampling is None else sampling
-        with self.lock if self.target.encodes else nullcontext():       # its encoder may be asked
+        # reading may run the encoder
+        with self.lock if self.target.is_encoder_decoder else nullcontext():
             return self.requests.read(prompts, max_new_tokens, wanted, n)
 
     def check(
@@ -427,7 +428,7 @@ class Engine:
             capacity: Tokens that a row of the cache has room for.
         """
         rule, drafter, group = self.rule, self.drafter, self.target.group
-        if not group.alone:
+        if not group.is_single:
             drafter, rule = BroadcastDrafter(drafter, group), broadcast_rule(rule, group)
             if isinstance(budget, Adaptive):
                 budget = BroadcastBudget(budget, group)

@@ -188,7 +188,7 @@ def _drafter(config: EngineConfig, target: Target, codec: Codec | None) -> Draft
     if isinstance(named, Drafter):
         return named
     name = str(named or default_name(target))
-    return SourceText.around(_by_name(name, target, config.tree), target)
+    return SourceText.wrap(_by_name(name, target, config.tree), target)
 
 
 def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
@@ -259,15 +259,15 @@ def _draft_model(
     wrong = None
     if draft.device != target.device:
         wrong = f"is on {draft.device}, the target on {target.device}; put both on one device"
-    elif draft.config.is_encoder_decoder and not target.encodes:
+    elif draft.config.is_encoder_decoder and not target.is_encoder_decoder:
         wrong = "is an encoder-decoder, and the target is none; name another"
-    elif codec and draft_codec and not codec.same_ids(draft_codec) and target.encodes:
+    elif codec and draft_codec and not codec.same_ids(draft_codec) and target.is_encoder_decoder:
         wrong = f"has another tokenizer than {codec.name}; an encoder-decoder needs the same"
     if wrong is not None:
         whose = draft.config.name_or_path or type(draft).__name__
         raise DrafterMismatch(f"the draft model {whose} {wrong}")
     reader = _draft_reader(draft, draft_codec or codec, config.quantize_draft, named)
-    if reader.encodes and target.encodes:
+    if reader.is_encoder_decoder and target.is_encoder_decoder:
         cast("EncoderDecoder", reader).shares_encoder(cast("EncoderDecoder", target))
     if codec and draft_codec and not codec.same_ids(draft_codec):
         shared = SharedVocabulary(codec, draft_codec, target.vocab_size, reader.vocab_size)
@@ -275,7 +275,7 @@ def _draft_model(
                     "shared, and drafted", draft_codec.name, shared.count)
         return OtherTokenizer(reader, shared.to(target.device), _shape(config.tree))
     mask = getattr(draft.config, "pard_token", None)
-    if mask is not None and not reader.encodes:
+    if mask is not None and not reader.is_encoder_decoder:
         if config.tree is not None:
             why = f"a draft tree was given, and {reader.name} shapes its own; leave it out"
             raise BadInput(why)
@@ -293,9 +293,9 @@ def _draft_reader(
         return variants.quantized(target_of(draft), quantize, give_up=named)
     in_file_format = isinstance(draft, NativeModel) and GGUFFile.recognises(draft.name)
     if named and codec is not None and quantize is None and not in_file_format:
-        lighter = variants.lighter(target_of(draft), codec.encode(PASSAGE))
-        if lighter is not None:
-            return lighter
+        smaller = variants.int8_copy(target_of(draft), codec.encode(PASSAGE))
+        if smaller is not None:
+            return smaller
     if named and not isinstance(draft, NativeModel):
         pack_linears(draft)
     return target_of(draft)

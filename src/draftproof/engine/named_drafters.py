@@ -72,7 +72,7 @@ def imported(name: str, target: Target) -> Drafter:
 
 def default_name(target: Target) -> str:
     """What drafts when nobody says: the training-free ones, and heads made for these weights."""
-    heads = SHIPPED.get(weights_key(target.model)) if target.group.alone else None
+    heads = SHIPPED.get(weights_key(target.model)) if target.group.is_single else None
     if heads and not Path(resolve(heads)).exists():
         log.warning("the draft heads for this model are not installed; install draftproof-heads "
                     "(in a clone: pip install ./packaging/heads)")

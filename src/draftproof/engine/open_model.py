@@ -83,7 +83,7 @@ def open_model(
     """A model loaded here may be packed for speed; one that was handed in is never changed."""
     if not isinstance(model, (str, Path)):
         return model
-    if config.parallel is not None and not group.alone:
+    if config.parallel is not None and not group.is_single:
         return load_sharded(model, config.dtype, config.device, config.parallel, group)
     if (native := native_file(model, config)) is not None:
         return native
@@ -116,7 +116,7 @@ def native_file(model: str | Path, config: EngineConfig) -> NativeModel | None:
     if not GGUFFile.recognises(model) or config.compile or config.graphs:
         return None
     device = Device.from_name(config.device)
-    if config.quantize == "fp8" or device.where.type != "cpu":
+    if config.quantize == "fp8" or device.torch_device.type != "cpu":
         return None
     dtype = loading.dtype_named(config.dtype)
     if dtype == torch.float64:

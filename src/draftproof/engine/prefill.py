@@ -36,17 +36,17 @@ class Prompts:
         prefixes: PrefixCache | None = None,
     ) -> None:  # fmt: skip
         self.target, self.drafter, self.cache, self.shapes = target, drafter, cache, shapes
-        if shapes.closed and (target.has_states or target.encodes):
-            kept = "an encoder's output" if target.encodes else "states"
+        if shapes.closed and (target.has_states or target.is_encoder_decoder):
+            kept = "an encoder's output" if target.is_encoder_decoder else "states"
             raise BadInput(
                 f"{target.name} keeps {kept}, which static shapes would pad; leave graphs, "
                 "compilation and static shapes out"
             )
         # states have no beginnings, and what a decoder keeps depends on what was encoded
-        reads_all = target.has_states or target.encodes or drafter.needs_all_hidden
+        reads_all = target.has_states or target.is_encoder_decoder or drafter.needs_all_hidden
         self.prefixes = None if reads_all else prefixes
         if prefixes is not None:
-            prefixes.belong_to(target.weights)
+            prefixes.belong_to(target.weights_version)
         self.prompt_cache = target.new_cache(1, cache.capacity) if shapes.closed else None
         self.several = ops.on_host and target.ragged_batches          # padding costs nothing
         # one path reads drafts and prompts alike: what a text stores is the same however it came
@@ -68,7 +68,7 @@ class Prompts:
 
     def is_long(self, prompt: Sequence[int], owner: int = 0) -> bool:
         """Whether a prompt is read in more than one chunk, between which rounds may come."""
-        in_one_read = self.shapes.closed or self.target.encodes
+        in_one_read = self.shapes.closed or self.target.is_encoder_decoder
         return not in_one_read and self._unread(prompt, owner) > self.chunk
 
     def remember(
@@ -116,7 +116,7 @@ class Prefill:
             assert first is not None
             self.view = prompts.cache.rows(first, first + len(groups))
         self.view.lengths.zero_()
-        if prompts.target.encodes:
+        if prompts.target.is_encoder_decoder:
             prompts.target.begin(self.view, self.sources)
         self.known = [self._reuse(place) for place in range(len(groups))]
         self.rests = [text[known:] for text, known in zip(self.texts, self.known, strict=True)]
@@ -154,7 +154,7 @@ class Prefill:
             cache.copy_row(torch.tensor([first], device=cache.lengths.device), self.prompt_cache)
         rows = range(first, first + len(self.texts))
         drafter.assign_owners(rows, self.owners)
-        if self.prompts.target.encodes:
+        if self.prompts.target.is_encoder_decoder:
             drafter.begin(rows, self.sources)
         for commit in sorted(self.commits, key=lambda commit: commit.rows[0]):      # row by row
             drafter.observe(replace(commit, rows=[first + commit.rows[0]]))

@@ -71,9 +71,9 @@ class SourceText(DrafterWrapper):
     correction repeats its source."""
 
     @classmethod
-    def around(cls, inner: Drafter, target: Target) -> Drafter:
+    def wrap(cls, inner: Drafter, target: Target) -> Drafter:
         """`inner` itself, if nothing is encoded, or if it looks at more than text."""
-        return cls(inner) if target.encodes and not inner.hidden_layers else inner
+        return cls(inner) if target.is_encoder_decoder and not inner.hidden_layers else inner
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity + ROOM, ops)
@@ -121,9 +121,9 @@ class BroadcastDrafter(DrafterWrapper):
     def propose(self, frontier: Frontier) -> TokenTree:
         mine = self.inner.propose(frontier)
         if mine.is_chain:
-            (tokens,) = self.group.same(mine.tokens)
+            (tokens,) = self.group.broadcast(mine.tokens)
             return mine if self.group.is_main_process else TokenTree.chain(tokens, mine.draft_probs)
-        tokens, parents = self.group.same(mine.tokens, mine.parents)
+        tokens, parents = self.group.broadcast(mine.tokens, mine.parents)
         return mine if self.group.is_main_process else replace(mine, tokens=tokens, parents=parents)
 
 
@@ -137,7 +137,8 @@ class BroadcastBudget(Budget):
         self.budget, self.group, self.max_draft_tokens = budget, group, budget.max_draft_tokens
 
     def choose(self, state: State) -> int:
-        return self.group.number(self.budget.choose(state) if self.group.is_main_process else 0)
+        mine = self.budget.choose(state) if self.group.is_main_process else 0
+        return self.group.broadcast_int(mine)
 
     def at_most(self, count: int) -> int:
         return self.budget.at_most(count)
@@ -151,7 +152,7 @@ def broadcast_rule(rule: Rule, group: ProcessGroup) -> Rule:
     """Accepts what the rule accepts on rank 0."""
     def accept(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
         mine = rule.accept(tree, logits, frontier)
-        nodes, count, root = group.same(mine.nodes, mine.count, mine.root)
+        nodes, count, root = group.broadcast(mine.nodes, mine.count, mine.root)
         return replace(mine, nodes=nodes, count=count, root=root)
 
     return rule._replace(accept=accept)

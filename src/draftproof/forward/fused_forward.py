@@ -54,8 +54,8 @@ class FusedForward:
         decoder = fast.decoder
         self.fast, self.kernels, self.head = fast, library, head
         # cosines and sines [reach, D] of each kind
-        self._ways, self._reach = (Way * len(fast.kinds))(), 0
-        self._angles = list[tuple[Tensor, Tensor]]()
+        self._ways, self._rope_positions = (Way * len(fast.kinds))(), 0
+        self._rope_tables = list[tuple[Tensor, Tensor]]()
         layers = array_of("Layer", [
             Layer(*layer.natives, *layer.weights, layer.kind) for layer in fast.layers
         ])
@@ -155,8 +155,8 @@ class FusedForward:
         if shape != wanted or cache.stores.count % len(fast.layers):
             raise BadInput(f"the layers of the cache were {list(shape)}; to read {rows} rows they "
                            f"must be {list(wanted)}")
-        if (positions := min(cache.capacity, fast.context)) > self._reach:
-            self._see(positions)
+        if (positions := min(cache.capacity, fast.context)) > self._rope_positions:
+            self._extend_rope(positions)
         starts, nodes = (None, None) if present is None else (present.starts, present.nodes)
         return Read(
             rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim,
@@ -165,14 +165,15 @@ class FusedForward:
             starts, nodes, self._ways, layer.scale
         )
 
-    def _see(self, positions: int) -> None:
-        """Have cosines and sines of so many positions, for each kind of attention."""
-        self._reach, places, self._angles = positions, torch.arange(positions)[None], []
+    def _extend_rope(self, positions: int) -> None:
+        """Make cosines and sines of `positions` positions for each kind of attention."""
+        self._rope_positions, self._rope_tables = positions, []
+        places = torch.arange(positions)[None]
         for number, kind in enumerate(self.fast.kinds):
             angles = self.fast.angles(kind, places)
             cos, sin = (table[0].contiguous() for table in angles)
             self._ways[number] = Way(kind.window or 0, kind.rotary_dim, cos, sin)
-            self._angles.append((cos, sin))
+            self._rope_tables.append((cos, sin))
 
 
 class _Present(NamedTuple):

@@ -40,7 +40,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
-from draftproof.hf.asked import encoded_rows, logits_of, refuse
+from draftproof.hf.arguments import encoded_rows, logits_of, reject_unsupported
 from draftproof.hf.call import ending, find_call, keep_tokenizer
 from draftproof.model.module_target import ModuleTarget
 from draftproof.requests.prompts import Prompt, without_padding
@@ -106,23 +106,23 @@ def generate(
     assistant_model = call.assistant_model if assistant_model is None else assistant_model
     streamer = call.streamer if streamer is None else streamer
     config = generation_config or model.generation_config
-    encodes = model.config.is_encoder_decoder
-    mask = model_kwargs.get("decoder_attention_mask" if encodes else "attention_mask")
+    is_encoder_decoder = model.config.is_encoder_decoder
+    mask = model_kwargs.get("decoder_attention_mask" if is_encoder_decoder else "attention_mask")
     processors, criteria = list(logits_processor or ()), list(stopping_criteria or ())
     with ending(streamer), _evaluating(model):
-        refuse(model, input_ids, config, model_kwargs, synced_gpus)
+        reject_unsupported(model, input_ids, config, model_kwargs, synced_gpus)
         engine = _engine(model, assistant_model, drafter, num_assistant_tokens, acceptance, config)
         prompts = without_padding(input_ids, mask)
         sampling = _sampling(input_ids, prompts, processors, criteria, bool(config.do_sample))
         rows: Sequence[Prompt] = prompts
-        if encodes:
+        if is_encoder_decoder:
             rows = encoded_rows(model, prompts, inputs_tensor, model_kwargs)
         new = _decode(engine, input_ids, rows, criteria, sampling, config, streamer)
         sequences = torch.cat([input_ids, new.to(input_ids.device)], 1)
         if not config.return_dict_in_generate:
             return sequences
         wanted = config.output_scores or config.output_logits
-        encoded = {name: model_kwargs.get(name) for name in ENCODED} if encodes else {}
+        encoded = {name: model_kwargs.get(name) for name in ENCODED} if is_encoder_decoder else {}
         logits = logits_of(model, sequences, mask, new.shape[1], encoded) if wanted else None
     scores = None
     if logits is not None and config.output_scores:
@@ -130,7 +130,7 @@ def generate(
         scores = tuple(
             process(sequences[:, : start + step], row.clone()) for step, row in enumerate(logits)
         )
-    kind = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
+    kind = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
     return kind(
         sequences=sequences, scores=scores, logits=logits if config.output_logits else None
     )

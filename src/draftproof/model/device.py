@@ -35,7 +35,7 @@ KINDS = {"cpu": "", "cuda": "CUDA device", "hpu": "Gaudi", "xpu": "Intel GPU", "
 class Device:
     """One device of one kind."""
 
-    where: torch.device
+    torch_device: torch.device
 
     @staticmethod
     def from_name(name: str | None = None) -> Device:
@@ -62,13 +62,13 @@ class Device:
 
     @property
     def kind(self) -> str:
-        return self.where.type
+        return self.torch_device.type
 
     @property
     def name(self) -> str:
         """What it is, for people."""
         named = getattr(self._module, "get_device_name", None)
-        return str(named(self.where)) if named is not None else processor()
+        return str(named(self.torch_device)) if named is not None else processor()
 
     @property
     def compiles(self) -> bool:
@@ -131,7 +131,7 @@ class Device:
         """Bytes free, and in all."""
         ask = getattr(self._module, "mem_get_info", None)
         if ask is not None:
-            free, total = ask(self.where)
+            free, total = ask(self.torch_device)
             return int(free), int(total)
         total = os.sysconf("SC_PHYS_PAGES")
         known = "SC_AVPHYS_PAGES" in os.sysconf_names

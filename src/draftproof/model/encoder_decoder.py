@@ -79,7 +79,7 @@ class EncoderDecoder(ModuleTarget):
     rows with sources of different length are read in one pass; audio is read row by row.
     """
 
-    encodes = True
+    is_encoder_decoder = True
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
         # its texts parted from its own forward when it was examined
@@ -182,7 +182,7 @@ class EncoderDecoder(ModuleTarget):
         return row
 
     def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
-        return SourceCache.around(super().plain_cache(rows, size, layer))
+        return SourceCache.wrap(super().plain_cache(rows, size, layer))
 
     def _inputs(
         self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache

@@ -64,7 +64,7 @@ class GraphReplay(ModuleTarget):
     at once."""
 
     def __init__(self, target: Target, device: Device | None = None) -> None:
-        if target.encodes:
+        if target.is_encoder_decoder:
             raise BadInput(f"{target.name} is an encoder-decoder; leave --use-hpu-graphs out")
         vars(self).update(vars(target))                                         # examined already
         self._recorder = device or Device(target.device)

@@ -42,8 +42,8 @@ def inspect(target: ModuleTarget) -> Facts:
     Raises:
         UnsupportedModel: It does not even read chains exactly.
     """
-    alone, facts = target.group.alone, target.facts
-    is_own_check = alone and not target.encodes
+    alone, facts = target.group.is_single, target.facts
+    is_own_check = alone and not target.is_encoder_decoder
     place = kept(target.model, "check", changed=True) if is_own_check else Kept()
     known = place.read()
     if known is not None:
@@ -53,8 +53,8 @@ def inspect(target: ModuleTarget) -> Facts:
             facts = examine(target)
             verdict |= {name: getattr(facts, name)
                         for name in ("reads_trees", "single_steps", "fast", "fused")}
-    if (facts.has_states or target.encodes) and not alone:
-        what = "an encoder's output" if target.encodes else "states"
+    if (facts.has_states or target.is_encoder_decoder) and not alone:
+        what = "an encoder's output" if target.is_encoder_decoder else "states"
         raise UnsupportedModel(
             f"{target.name} keeps {what}, and nothing shards that here; run it on one device"
         )
@@ -100,7 +100,7 @@ def examine(target: ModuleTarget) -> Facts:
     on_tree = tree.error(stock)
     # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half
     # precision blurs
-    trees = bool(target.group.number(on_tree <= max(tolerance, 3 * on_chain)))
+    trees = bool(target.group.broadcast_int(on_tree <= max(tolerance, 3 * on_chain)))
     facts, enough = replace(stock.facts, reads_trees=trees), max(tolerance, 3 * on_tree)
     for fused in (True, False):
         short = target.with_facts(replace(facts, fast=True, fused=fused))

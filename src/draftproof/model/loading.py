@@ -88,10 +88,10 @@ def load_model(
         if stated is not None:
             _check_quantiser(name, stated)
             if util.find_spec("accelerate"):
-                options["device_map"] = {"": str(place.where)}
+                options["device_map"] = {"": str(place.torch_device)}
         if sharding is not None:
             options |= {"distributed_config": sharding, "device_map": None}
-        on_cpu = place.where.type == "cpu" and sharding is None
+        on_cpu = place.torch_device.type == "cpu" and sharding is None
         to = wanted if dtype is not None else place.dtype_for(torch.bfloat16)
         unpacked = unpacked_checkpoint(name, kind, config, to) if on_cpu else None
         loaded, report = unpacked or kind.from_pretrained(
@@ -107,7 +107,7 @@ def load_model(
             return loaded.eval()
         if dtype is None and loaded.dtype != place.dtype_for(loaded.dtype):
             loaded = loaded.to(place.dtype_for(loaded.dtype))
-        loaded = loaded.to(place.where).eval()
+        loaded = loaded.to(place.torch_device).eval()
         record_source(loaded, name)
         return loaded
 
@@ -153,7 +153,7 @@ def _load_gguf(name: str, dtype: torch.dtype | str, place: Device) -> PreTrained
         vars(loaded).pop("hf_quantizer", None)              # it is an ordinary model now
         vars(loaded.config).pop("quantization_config", None)
         loaded.config.name_or_path = name
-    loaded = loaded.to(place.where).eval()
+    loaded = loaded.to(place.torch_device).eval()
     record_source(loaded, name)
     return loaded
 
@@ -199,18 +199,18 @@ def _kind_of(name: str, config: PreTrainedConfig) -> Any:
         AutoModelForSpeechSeq2Seq,
     )
 
-    encodes = getattr(config, "is_encoder_decoder", False)
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
     kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    if encodes:
+    if is_encoder_decoder:
         kinds = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq)
     elif "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return AutoModelForCausalLM
     for kind in kinds:
         if type(config) in kind._model_mapping:
             return kind
+    kind = "encoder-decoder that writes text" if is_encoder_decoder else "causal language model"
     raise UnsupportedModel(
-        f"{name} is a {config.model_type} model; transformers has no "
-        f"{'encoder-decoder that writes text' if encodes else 'causal language model'} for it"
+        f"{name} is a {config.model_type} model; transformers has no {kind} for it"
     )
 
 

@@ -70,7 +70,7 @@ class ModuleTarget(Target):
 
     def fast_forward(self, facts: Facts) -> FastForward | None:
         """Our forward of the module, where it fits and these facts say so."""
-        if not (facts.fast and self.group.alone and fits(self.model)):
+        if not (facts.fast and self.group.is_single and fits(self.model)):
             return None
         try:
             decoder = decoder_of(self.model, facts.layout.windows, self.context)
@@ -178,7 +178,7 @@ class ModuleTarget(Target):
             )
 
     @property
-    def weights(self) -> object:
+    def weights_version(self) -> object:
         return self._seen
 
     def read(
@@ -247,7 +247,7 @@ class ModuleTarget(Target):
             use_cache=True, output_hidden_states=bool(hidden_layers),
             **({"logits_to_keep": last} if last and self._trims else {})
         )
-        hidden = out.decoder_hidden_states if self.encodes else out.hidden_states
+        hidden = out.decoder_hidden_states if self.is_encoder_decoder else out.hidden_states
         states = [hidden[layer] for layer in hidden_layers]
         logits = out.logits[:, -last:] if last else out.logits
         return Reading(logits, torch.stack(states, 2) if states else None)
@@ -284,9 +284,11 @@ class ModuleTarget(Target):
         packed = self.fast if torch.is_inference_mode_enabled() else None
         head = packed.head if packed is not None else self.model.get_output_embeddings()
         # DeepSpeed's want three dimensions
-        wide = hidden if self.group.alone else hidden.reshape(1, -1, hidden.shape[-1])
+        wide = hidden if self.group.is_single else hidden.reshape(1, -1, hidden.shape[-1])
         logits = head(wide) if raw else self._scaling.apply(head(wide))
-        return logits if self.group.alone else logits.reshape(*hidden.shape[:-1], logits.shape[-1])
+        if self.group.is_single:
+            return logits
+        return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
         if not self.has_states:

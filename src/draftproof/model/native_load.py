@@ -115,7 +115,7 @@ def native_folder(
     stored = settings.get("dtype", settings.get("torch_dtype"))
     if dtype is None and (stored == "bfloat16" or layout is not None):
         dtype = place.dtype_for(torch.bfloat16)
-    if dtype != torch.bfloat16 or place.where.type != "cpu":
+    if dtype != torch.bfloat16 or place.torch_device.type != "cpu":
         return None
     try:
         source = (SafetensorsSource(folder, dtype) if layout is None

@@ -31,7 +31,7 @@ class NativeTarget(Target):
         self, model: NativeModel, *, kv_cache: str | None = None, group: ProcessGroup = ALONE
     ) -> None:
         super().__init__(model, kv_cache=kv_cache, group=group)
-        if not group.alone:
+        if not group.is_single:
             raise UnsupportedModel(
                 f"{self.name} was built natively, which is not sharded; give its name to load"
             )
@@ -39,7 +39,7 @@ class NativeTarget(Target):
         self._adopt(model.facts, model.forward)
 
     @property
-    def weights(self) -> object:
+    def weights_version(self) -> object:
         return self.model.named_linears
 
     def with_model(self, model: NativeModel) -> Target:

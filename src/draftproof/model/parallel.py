@@ -46,7 +46,7 @@ class ProcessGroup:
     size: int = 1
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self.size == 1
 
     @property
@@ -54,10 +54,10 @@ class ProcessGroup:
         """Whether this rank decides, and is the one that speaks."""
         return self.rank == 0
 
-    def same(self, *mine: Tensor) -> tuple[Tensor, ...]:
+    def broadcast(self, *mine: Tensor) -> tuple[Tensor, ...]:
         """Rank 0's integers in place of `mine`, which have the same shapes on every rank; one
         broadcast for all."""
-        if self.alone:
+        if self.is_single:
             return mine
         packed = torch.cat([tensor.reshape(-1).long() for tensor in mine])
         with self.raise_on_rank_failure():
@@ -68,13 +68,13 @@ class ProcessGroup:
             for part, tensor in zip(parts, mine, strict=True)
         )
 
-    def number(self, mine: int) -> int:
+    def broadcast_int(self, mine: int) -> int:
         """Rank 0's number."""
-        return int(self.same(torch.tensor([mine]))[0])
+        return int(self.broadcast(torch.tensor([mine]))[0])
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
         """What `make` gives rank 0, on every rank; a foreseen error as well."""
-        if self.alone:
+        if self.is_single:
             return make()
         shared: list[T | Exception | None] = [None]
         if self.is_main_process:
@@ -90,7 +90,7 @@ class ProcessGroup:
 
     def raise_on_rank_failure(self) -> AbstractContextManager[None]:
         """Raise RankLost, in one sentence, when another rank goes away inside the block."""
-        return nullcontext() if self.alone else self._watched()
+        return nullcontext() if self.is_single else self._watched()
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -218,7 +218,7 @@ def _by_deepspeed(
             parts = _cut(whole, group)
         logits = parts(input_ids=text.to(parts.device), use_cache=False).logits.double().cpu()
     blur = float((logits - wanted).abs().max() / wanted.abs().max())
-    if not group.number(blur <= BLUR.get(parts.dtype, 0.0)):
+    if not group.broadcast_int(blur <= BLUR.get(parts.dtype, 0.0)):
         raise UnsupportedModel(
             f"DeepSpeed cuts {type(whole).__name__} wrongly: on {group.size} ranks its logits are "
             f"off by {blur:.0%}; use 'tensor', or another model"

@@ -59,7 +59,7 @@ class Target:
         UnsupportedModel: What cannot be read exactly, in one sentence.
     """
 
-    encodes = False
+    is_encoder_decoder = False
     """Whether an encoder reads what rows are about; see `EncoderDecoder`."""
     facts: Facts
     fast: FastForward | None
@@ -111,7 +111,7 @@ class Target:
         return self.fast is not None and self.fast.fused is not None
 
     @property
-    def weights(self) -> object:
+    def weights_version(self) -> object:
         """Another object once the weights were changed and taken up."""
         raise NotImplementedError
 
@@ -217,7 +217,7 @@ class Target:
         Returns:
             An empty cache.
         """
-        if self.group.alone:
+        if self.group.is_single:
             self.refresh()
         return self.plain_cache(rows, capacity, LAYERS[self.kv_cache] if self.kv_cache else KVLayer)
 

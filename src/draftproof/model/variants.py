@@ -38,7 +38,7 @@ def quantized(
     Returns:
         The quantised target; its `quantization` says what it cost and saved.
     """
-    if target.encodes:
+    if target.is_encoder_decoder:
         raise UnsupportedModel(
             f"{target.name} is an encoder-decoder, which is not quantised here; leave that out"
         )
@@ -56,7 +56,7 @@ def quantized(
     return _with(target.with_model(module), cost)
 
 
-def lighter(target: Target, text: Sequence[int]) -> Target | None:
+def int8_copy(target: Target, text: Sequence[int]) -> Target | None:
     """A target with 8-bit weights, for drafting: where our kernels read those and what it says of
     a text stays near."""
     from draftproof.weights.quantize import is_quantized
@@ -75,7 +75,7 @@ def lighter(target: Target, text: Sequence[int]) -> Target | None:
 def first_layers(target: Target, count: int) -> Target:
     """The first `count` layers of a target as a target of its own, before the same final norm and
     head."""
-    if target.encodes:
+    if target.is_encoder_decoder:
         raise UnsupportedModel(
             f"{target.name} is an encoder-decoder, which does not draft with its first layers; "
             "name another drafter"

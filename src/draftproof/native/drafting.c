@@ -4,11 +4,11 @@
 /* Rows of logits, and where what is chosen by them goes. */
 typedef struct {
     const bf16 *logits;
-    const float *noise, *heats, *trusts;
+    const float *noise, *temperatures, *scales;
     const int64_t *places;
-    int64_t each, vocab, nothing, count;
+    int64_t each, vocab, no_token, count;
     int64_t *tokens;
-    float *odds;
+    float *log_probs;
 } Choice;
 
 static const float *noise_of(const Choice *of, int64_t r) {
@@ -20,7 +20,7 @@ static void sample_rows(const void *work, int64_t first_row, int64_t last_row) {
     int64_t vocab = of->vocab;
     for (int64_t r = first_row; r < last_row; r++) {
         const float *own = noise_of(of, r);
-        float heat = of->heats[r / of->each];
+        float heat = of->temperatures[r / of->each];
         lanes most = (lanes){} - INFINITY;
         bits broken = {}, first = {};
         for (int64_t i = 0; i < vocab; i += LANES) {
@@ -31,26 +31,26 @@ static void sample_rows(const void *work, int64_t first_row, int64_t last_row) {
             first = (first & ~above) | (above & (int32_t)i);
         }
         float top = -INFINITY;
-        int64_t token = of->nothing;
+        int64_t token = of->no_token;
         for (int l = 0; l < LANES; l++)
             if (most[l] > top || (most[l] == top && top > -INFINITY && first[l] + l < token))
                 top = most[l], token = first[l] + l;
-        of->tokens[r] = some_of(broken) ? of->nothing : token;
+        of->tokens[r] = some_of(broken) ? of->no_token : token;
     }
 }
 
 /* Rows that are worth a thread of their own. */
 static int64_t enough_rows(int64_t vocab) { return 1 + SMALL / 2 / (vocab > 0 ? vocab : 1); }
 
-/* The first token of the highest score in each row of logits; `nothing` if all are -inf or one is
+/* The first token of the highest score in each row of logits; `no_token` if all are -inf or one is
  * NaN. Each heat is that of `each` rows; places say which of noise [., vocab] is whose. */
 void draftproof_sample(const bf16 *logits /* [rows, vocab] */,
         const float *noise /* [reach(places), vocab] or null */,
-        const int64_t *places /* [rows] or null */, const float *heats /* [rows / each] */,
-        int64_t each, int64_t rows, int64_t vocab, int64_t nothing, int64_t *tokens /* [rows] */,
+        const int64_t *places /* [rows] or null */, const float *temperatures /* [rows / each] */,
+        int64_t each, int64_t rows, int64_t vocab, int64_t no_token, int64_t *tokens /* [rows] */,
         int64_t threads) {
-    Choice of = {.logits = logits, .noise = noise, .heats = heats, .places = places, .each = each,
-        .vocab = vocab, .nothing = nothing, .tokens = tokens};
+    Choice of = {.logits = logits, .noise = noise, .temperatures = temperatures, .places = places, .each = each,
+        .vocab = vocab, .no_token = no_token, .tokens = tokens};
     share_out(sample_rows, &of, rows, enough_rows(vocab), threads);
 }
 
@@ -113,7 +113,7 @@ static void top_rows(const void *work, int64_t first_row, int64_t last_row) {
         for (int64_t t = 0; t < vocab; t += LANES)
             chosen(heated(of->logits + r * vocab, NULL, 1, t, vocab), t, found, count);
         for (int64_t k = 0; k < count; k++)
-            of->tokens[r * count + k] = found[k].token, of->odds[r * count + k] = found[k].score;
+            of->tokens[r * count + k] = found[k].token, of->log_probs[r * count + k] = found[k].score;
     }
 }
 
@@ -122,7 +122,7 @@ static void top_rows(const void *work, int64_t first_row, int64_t last_row) {
 void draftproof_top_tokens(const bf16 *logits /* [rows, vocab] */, int64_t rows, int64_t vocab,
         int64_t count, int64_t *tokens /* [rows, count] */, float *best /* [rows, count] */,
         int64_t threads) {
-    Choice of = {.logits = logits, .vocab = vocab, .count = count, .tokens = tokens, .odds = best};
+    Choice of = {.logits = logits, .vocab = vocab, .count = count, .tokens = tokens, .log_probs = best};
     share_out(top_rows, &of, rows, enough_rows(vocab), threads);
 }
 
@@ -131,11 +131,11 @@ static void best_rows(const void *work, int64_t first_row, int64_t last_row) {
     int64_t vocab = of->vocab, count = of->count;
     for (int64_t r = first_row; r < last_row; r++) {
         Scored best[count];
-        float trust = of->trusts[r], whole = weighed(of->logits + r * vocab, noise_of(of, r),
-                of->heats[r], trust, vocab, scratch(vocab + LANES), best, count);
+        float trust = of->scales[r], whole = weighed(of->logits + r * vocab, noise_of(of, r),
+                of->temperatures[r], trust, vocab, scratch(vocab + LANES), best, count);
         for (int64_t k = 0; k < count; k++) {
             int there = whole < INFINITY && best[k].score > -INFINITY;
-            of->odds[r * count + k] = there ? (best[k].score - best->score) * trust - whole
+            of->log_probs[r * count + k] = there ? (best[k].score - best->score) * trust - whole
                     : -INFINITY;
             of->tokens[r * count + k] = best[k].token;
         }
@@ -147,12 +147,12 @@ static void best_rows(const void *work, int64_t first_row, int64_t last_row) {
  * chance. */
 void draftproof_best_tokens(const bf16 *logits /* [rows, vocab] */,
         const float *noise /* [reach(places), vocab] or null */,
-        const int64_t *places /* [rows] or null */, const float *heats /* [rows] */,
-        const float *trusts /* [rows] */, int64_t rows,
-        int64_t vocab, int64_t count, float *odds /* [rows, count] */,
+        const int64_t *places /* [rows] or null */, const float *temperatures /* [rows] */,
+        const float *scales /* [rows] */, int64_t rows,
+        int64_t vocab, int64_t count, float *log_probs /* [rows, count] */,
         int64_t *tokens /* [rows, count] */, int64_t threads) {
-    Choice of = {.logits = logits, .noise = noise, .heats = heats, .trusts = trusts,
-        .places = places, .vocab = vocab, .count = count, .tokens = tokens, .odds = odds};
+    Choice of = {.logits = logits, .noise = noise, .temperatures = temperatures, .scales = scales,
+        .places = places, .vocab = vocab, .count = count, .tokens = tokens, .log_probs = log_probs};
     share_out(best_rows, &of, rows, enough_rows(vocab), threads);
 }
 
@@ -160,7 +160,7 @@ void draftproof_best_tokens(const bf16 *logits /* [rows, vocab] */,
  * positions[row], and has lengths[row] = positions[row] then; after the root, token after token
  * the best of each, each read in turn as the next node of the scratch. places name the noise
  * of the root. A row ends after `steps` tokens, where the logarithm of the chance that its chain
- * stands is below `floor`, where nothing may be chosen; and of all rows together only the likeliest
+ * stands is below `floor`, where no_token may be chosen; and of all rows together only the likeliest
  * `nodes` tokens are kept. tokens: the root first, `absent` after the end. turns, likewise, with
  * how many nodes per row each would be kept. reads: how many tokens of
  * a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more, the
@@ -172,8 +172,8 @@ int64_t draftproof_chain(Read *read, const Model *model,
         const int64_t *positions /* [read->rows] */, int64_t *lengths /* [read->rows] */,
         int64_t width, int64_t steps, int64_t nodes,
         const float *noise /* [reach(places, steps), vocab_of(model)] or null */,
-        const int64_t *places /* [read->rows] or null */, const float *heats /* [read->rows] */,
-        const float *trusts /* [read->rows] */, float floor, int64_t absent,
+        const int64_t *places /* [read->rows] or null */, const float *temperatures /* [read->rows] */,
+        const float *scales /* [read->rows] */, float floor, int64_t absent,
         int64_t *tokens /* [read->rows, 1 + steps] */, int64_t *turns /* [read->rows, 1 + steps] */,
         int64_t *reads /* [read->rows] */,
         bf16 *work /* [read->rows, width * (hidden(model) + work_of(model)) + vocab_of(model)] */) {
@@ -210,8 +210,8 @@ int64_t draftproof_chain(Read *read, const Model *model,
     }
     for (int64_t d = 0;;) {
         for (int64_t i = 0; i < going; i++)
-            where[i] = places ? places[live[i]] + d : 0, heat[i] = heats[live[i]],
-                    trust[i] = trusts[live[i]];
+            where[i] = places ? places[live[i]] + d : 0, heat[i] = temperatures[live[i]],
+                    trust[i] = scales[live[i]];
         if (!d) draftproof_linear(head, last, own, going, read->threads);
         draftproof_best_tokens(own, noise, where, heat, trust, going, vocab, 1, chance, found,
                 read->threads);

@@ -215,7 +215,7 @@ def interleaved(weight: Tensor, fold: int) -> Tensor:
     return result
 
 
-def plain(weight: Tensor, inputs: int, outputs: int) -> Tensor:
+def unpack(weight: Tensor, inputs: int, outputs: int) -> Tensor:
     """[outputs, inputs] what `interleaved` was made of."""
     return weight.transpose(1, 2).reshape(len(weight) * STRIP, -1)[:outputs, :inputs]
 
@@ -226,6 +226,6 @@ def strip_rows(weight: Tensor, numbers: Tensor, inputs: int) -> Tensor:
     return strips.flatten(-2)[..., :inputs].float()
 
 
-def rounded(numbers: Tensor) -> Tensor:
+def pad_to_strip(numbers: Tensor) -> Tensor:
     """One number per output, with zeros for those a weight was rounded up by."""
     return F.pad(numbers, (0, -len(numbers) % STRIP))

@@ -101,7 +101,7 @@ HARMLESS = frozenset({
 """Names that change no text, whatever their value."""
 
 _ONE, _ZERO, _TRUE = (1,), (0,), (True,)
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys((
         "best_of", "num_beams", "num_beam_groups", "num_return_sequences", "length_penalty",
         "typical_p", "typ_p", "typical", "tfs_z", "repeat_penalty", "guidance_scale",
@@ -120,14 +120,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Values that ask for nothing, besides null, false and what is empty."""
 _FALSE_COUNTS = frozenset((
     "eos_token_id", "enable_thinking", "think", "thinking", "reasoning",
-    *(name for name, values in NEUTRAL.items() if values is _TRUE),
+    *(name for name, values in NO_OP_VALUES.items() if values is _TRUE),
 ))  # fmt: skip
 """Names of which false asks for something."""
 
 
 def is_neutral(name: str, value: Any) -> bool:
     """Whether an option with this value asks for nothing: 0 is not false, nor 1 true."""
-    if value is None or any(_same(value, neutral) for neutral in NEUTRAL.get(name, ())):
+    if value is None or any(_same(value, neutral) for neutral in NO_OP_VALUES.get(name, ())):
         return True
     if value is False:
         return name not in _FALSE_COUNTS

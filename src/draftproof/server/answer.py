@@ -35,7 +35,7 @@ class Answer(BaseAnswer):
         self.offsets = [Offsets(self.codec, prompt) for prompt in each] if self.logprobs else []
         self._begun = set[int]()                        # samples of which something was told
 
-    async def whole(self, request: fastapi.Request) -> dict[str, object]:
+    async def complete(self, request: fastapi.Request) -> dict[str, object]:
         pieces = {piece.number: piece async for piece in self.pieces(request)}
         for piece in pieces.values():
             self.count_reasoning(piece.output.reasoning)

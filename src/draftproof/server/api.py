@@ -246,7 +246,7 @@ class Server:
             hosted.readings -= 1
         if answer.stream:
             return StreamingResponse(answer.events(request), media_type="text/event-stream")
-        return JSONResponse(await answer.whole(request))
+        return JSONResponse(await answer.complete(request))
 
 
 def _readable(

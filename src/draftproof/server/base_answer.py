@@ -94,7 +94,7 @@ class BaseAnswer(ABC):
             self.hosted.queue.abort(request, self.drafter)
 
     @abstractmethod
-    async def whole(self, request: fastapi.Request) -> dict[str, object]:
+    async def complete(self, request: fastapi.Request) -> dict[str, object]:
         """The answer in one piece."""
 
     @abstractmethod

@@ -26,7 +26,7 @@ class MessagesAnswer(BaseAnswer):
         self.id = f"msg_{uuid.uuid4().hex}"
         self._open, self._count = "", 0                 # the block that is told; blocks so far
 
-    async def whole(self, request: fastapi.Request) -> dict[str, object]:
+    async def complete(self, request: fastapi.Request) -> dict[str, object]:
         blocks, reason = list[dict[str, object]](), "end_turn"
         async for piece in self.pieces(request):
             output, reason = piece.output, self._reason(piece)

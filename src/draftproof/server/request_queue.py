@@ -92,7 +92,7 @@ class RequestQueue:
         """
         scheduler = self.schedulers.get(drafter)
         if scheduler is None:
-            raise BadInput(f"there is no drafter {drafter[:99]!r} here; give none, or no name")
+            raise BadInput(f"unknown drafter {drafter[:99]!r}; give \"none\", or leave it out")
         if n > scheduler.rows:
             raise BadInput(f"n was {n}; this server runs at most {scheduler.rows} rows")
         if prompts > self.limit:

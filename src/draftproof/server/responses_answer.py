@@ -29,7 +29,7 @@ class ResponsesAnswer(BaseAnswer):
         self._open = False                              # whether the last item still grows
         self._finish: str | None = None
 
-    async def whole(self, request: fastapi.Request) -> dict[str, object]:
+    async def complete(self, request: fastapi.Request) -> dict[str, object]:
         async for piece in self.pieces(request):
             self.count_reasoning(piece.output.reasoning)
             for _ in self._grow(piece):                 # events that nobody is told

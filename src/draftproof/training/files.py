@@ -13,7 +13,7 @@ from draftproof.errors import BadInput, first_line
 
 
 @contextmanager
-def locked(place: Path) -> Iterator[None]:
+def file_lock(place: Path) -> Iterator[None]:
     """Nobody else writes this folder or file meanwhile. Raises BadInput if another process does."""
     name = place / ".lock" if place.is_dir() else place.with_name(f".{place.name}.lock")
     try:
@@ -28,11 +28,11 @@ def locked(place: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole(file: Path) -> Iterator[Path]:
+def atomic_write(file: Path) -> Iterator[Path]:
     """A name to write to, that takes the file's place at the end: a crash leaves the old one.
 
     Raises BadInput if it cannot be written."""
-    from draftproof.drafters.weight_files import BROKEN  # imports torch; `locked` needs none
+    from draftproof.drafters.weight_files import BROKEN  # imports torch; `file_lock` needs none
 
     part = file.with_suffix(".part")
     try:

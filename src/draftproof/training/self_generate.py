@@ -21,7 +21,7 @@ from draftproof.errors import BadInput
 from draftproof.model.batch_generate import batch_generate
 from draftproof.tokenizer.codec import Codec
 from draftproof.training.config import SelfGenerateConfig
-from draftproof.training.files import locked, same_settings
+from draftproof.training.files import file_lock, same_settings
 from draftproof.training.rows import Example, prompt_of
 from draftproof.training.texts import Document, shuffled
 
@@ -110,7 +110,7 @@ class SelfGeneratedText:
             raise BadInput("no document of the data can be asked for; give others, or plain texts")
         written, wanted = self._written(held_out), self._wanted(held_out)
         try:
-            with locked(self.file), self.file.open("ab+") as out:
+            with file_lock(self.file), self.file.open("ab+") as out:
                 _drop_partial_line(out)
                 if self.file.stat().st_size == 0:
                     _append(out, self._header)

@@ -29,7 +29,7 @@ from draftproof.model.device import Device, versions
 from draftproof.model.target import Target
 from draftproof.tokenizer.codec import Codec
 from draftproof.training.config import SelfGenerateConfig, TrainRun
-from draftproof.training.files import locked, same_settings, whole
+from draftproof.training.files import atomic_write, file_lock, same_settings
 from draftproof.training.heads import FrozenTarget
 from draftproof.training.joint import HeadsAndBackbone
 from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
@@ -69,7 +69,7 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
     """
     callback = callback or Silent()
     run.out.mkdir(parents=True, exist_ok=True)
-    with locked(run.out):
+    with file_lock(run.out):
         started = _Run(run, make_head, callback)
         if started.is_complete():
             callback.note(f"{run.out} is complete")
@@ -200,7 +200,7 @@ class _Run:
         both = HeadsAndBackbone(self.head, self.target, objective)
         second = self._stage(both, out / "second")
         shutil.rmtree(out / "model", ignore_errors=True)
-        with whole(out / "model") as part, redirect_stderr(StringIO()):  # a bar for a moment
+        with atomic_write(out / "model") as part, redirect_stderr(StringIO()):  # a bar for a moment
             shutil.rmtree(part, ignore_errors=True)
             both.merged().save_pretrained(part)
             self.codec.tokenizer.save_pretrained(part)
@@ -236,9 +236,9 @@ class _Run:
         data = ModelCardData(license="other", base_model=self.target.name, tags=tags,
                              library_name="draftproof")  # fmt: skip
         card = ModelCard.from_template(data, template_path=str(CARD), **record)
-        with whole(out / "README.md") as part:
+        with atomic_write(out / "README.md") as part:
             part.write_text(str(card), encoding="utf-8")
-        with whole(out / "training.json") as part:
+        with atomic_write(out / "training.json") as part:
             part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         for stage in stages:
             stage.checkpoint.unlink(missing_ok=True)

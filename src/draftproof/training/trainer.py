@@ -24,7 +24,7 @@ from torch import nn
 
 from draftproof.errors import BadInput
 from draftproof.training.config import TrainConfig
-from draftproof.training.files import same_settings, whole
+from draftproof.training.files import atomic_write, same_settings
 from draftproof.training.heads import Evaluation, FrozenTarget
 from draftproof.training.rows import Batch, Batches
 
@@ -144,7 +144,7 @@ class Trainer:
             "settings": self.settings, "progress": {name: getattr(self, name) for name in PROGRESS},
             "weights": self.trainable.state(), "optimizer": self._optimizer.state_dict(),
         }  # fmt: skip
-        with whole(self.checkpoint) as part, part.open("wb") as file:
+        with atomic_write(self.checkpoint) as part, part.open("wb") as file:
             torch.save(saved, file)
             file.flush()
             os.fsync(file.fileno())
@@ -152,7 +152,7 @@ class Trainer:
 
     def _write_log(self) -> None:
         """Write every line of the log."""
-        with whole(self.folder / "log.jsonl") as part:
+        with atomic_write(self.folder / "log.jsonl") as part:
             lines = "".join(json.dumps(row) + "\n" for row in self.log)
             part.write_text(lines, encoding="utf-8")
 

@@ -129,7 +129,7 @@ def _wrong(model: PreTrainedModel, target: Target) -> str:
     inputs = prompts(model, PROMPTS)
     begun = [Engine(target).requests.begun(prompt)[0] for prompt in inputs]
     # without a cache some decoders skip padding, or do not see it
-    padding = getattr(model.config, "pad_token_id", None) if target.encodes else None
+    padding = getattr(model.config, "pad_token_id", None) if target.is_encoder_decoder else None
     never = {} if padding is None else {padding: -1e9}
 
     def written(engine: Engine, want: Sampling, rows: int) -> list[list[int]]:

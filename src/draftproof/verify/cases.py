@@ -85,7 +85,7 @@ class CharTokenizer(Codec):
 TARGET, DRAFT = toy(38, 3), toy(18, 3)        # of middling entropy, 0.6 apart
 
 
-class Ask(NamedTuple):
+class CaseRequest(NamedTuple):
     """What one row is asked: how to sample, a prompt, and how many new tokens at most."""
 
     sampling: Sampling
@@ -116,16 +116,16 @@ class Case:
     name: str
     rule: Rule
     setup: Setup
-    asks: Sequence[Ask]
+    requests: Sequence[CaseRequest]
     target: Target = TARGET
     budget: Callable[[int], Budget] = Fixed
-    itself: bool = False
+    self_draft: bool = False
     shapes: ShapePolicy | None = None
     alphabet: Alphabet = LETTERS
 
     def plain(self) -> Case:
         """The same requests without drafts."""
-        return Case(f"{self.name}, plain", RULES["match"], PLAIN, self.asks, self.target,
+        return Case(f"{self.name}, plain", RULES["match"], PLAIN, self.requests, self.target,
                     alphabet=self.alphabet)
 
     def run(
@@ -134,15 +134,15 @@ class Case:
     ) -> list[Completion]:  # fmt: skip
         """Every request `n` times, with the seed of its place."""
         sampling = [
-            replace(ask.sampling, seed=seed, max_new_tokens=ask.limit)
-            for ask, seed in zip(self.asks, seeds, strict=True)
+            replace(request.sampling, seed=seed, max_new_tokens=request.limit)
+            for request, seed in zip(self.requests, seeds, strict=True)
         ]
         engine = Engine(
             self.target, self.setup.draft(), codec=CharTokenizer(self.alphabet),
             acceptance=self.rule, budget=self.budget(self.setup.max_draft_tokens),
             shapes=self.shapes, sampler=sampler,
         )
-        prompts = [list(ask.prompt) for ask in self.asks]
+        prompts = [list(request.prompt) for request in self.requests]
         return engine.generate(prompts, sampling=sampling, n=n, batch_size=batch_size)
 
 
@@ -166,7 +166,7 @@ ENDS: dict[str, dict[str, Any]] = {
     "both": {"stop_tokens": (1,), "stop": ("éa", "aa"), "min_new_tokens": 1},
 }
 TAGGED = [
-    Ask(Sampling(temperature=1.0, stop=stops), (1,), 3)
+    CaseRequest(Sampling(temperature=1.0, stop=stops), (1,), 3)
     for stops in (("e>b",), (">a", "b<e"), ("<e>a", "aa"))
 ]
 """Stop strings that begin or end inside the special token of `TAGS`."""
@@ -221,8 +221,8 @@ class Once(Budget):
 def cases(rules: Mapping[str, Rule] = RULES, every: int = 1) -> Iterator[Case]:
     """Special cases; then rule x set-up x option x end, with limits and prompts in turn."""
     for name, rule in rules.items():
-        for words, how, asks, more in _special(rule):
-            yield Case(f"{name}: {words}", rule, how, asks, **more)
+        for words, how, requests, more in _special(rule):
+            yield Case(f"{name}: {words}", rule, how, requests, **more)
     numbers = itertools.count()
     for setup, option, end in itertools.product(SETUPS, OPTIONS, ENDS):
         want = replace(OPTIONS[option], **ENDS[end])
@@ -231,19 +231,21 @@ def cases(rules: Mapping[str, Rule] = RULES, every: int = 1) -> Iterator[Case]:
         for name, rule in rules.items():
             number = next(numbers)
             if number % every == 0:
-                ask = Ask(want, PROMPTS[number % len(PROMPTS)], LIMITS[number % len(LIMITS)])
-                parts = [f"{name}: {setup}", option, end, f"{ask.limit} tokens"]
-                yield Case(", ".join(filter(None, parts)), rule, SETUPS[setup], [ask])
+                prompt, limit = PROMPTS[number % len(PROMPTS)], LIMITS[number % len(LIMITS)]
+                request = CaseRequest(want, prompt, limit)
+                parts = [f"{name}: {setup}", option, end, f"{request.limit} tokens"]
+                yield Case(", ".join(filter(None, parts)), rule, SETUPS[setup], [request])
 
 
-def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[Ask], dict[str, Any]]]:
+def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[CaseRequest], dict[str, Any]]]:
     """Different requests in one batch, a draft that is the target, a budget that comes and goes."""
     free, at_times = Sampling(temperature=1.0), {"budget": Alternating}
     mixed = (
-        Ask(Sampling(temperature=1.3, stop_tokens=(0,)), (2, 0, 1)),
-        Ask(Sampling(repetition_penalty=1.4), (1,), 4),
-        Ask(Sampling(temperature=0.8, top_k=2, stop=("ab",)), (0, 2), 2),
-        Ask(replace(free, no_repeat_ngram=2, min_new_tokens=2, stop_tokens=(1,)), (1, 2), 2),
+        CaseRequest(Sampling(temperature=1.3, stop_tokens=(0,)), (2, 0, 1)),
+        CaseRequest(Sampling(repetition_penalty=1.4), (1,), 4),
+        CaseRequest(Sampling(temperature=0.8, top_k=2, stop=("ab",)), (0, 2), 2),
+        CaseRequest(
+            replace(free, no_repeat_ngram=2, min_new_tokens=2, stop_tokens=(1,)), (1, 2), 2),
     )
     for name in ("chain", "tree of 3", "lookup"):
         yield f"{name}, mixed batch", SETUPS[name], mixed, {}
@@ -251,27 +253,29 @@ def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[Ask], dict[str, 
         yield f"{name}, mixed batch as on a device", SETUPS[name], mixed, on_device
     temperature = float(rule.needs_draft_probs)
     sampling = Sampling(temperature=temperature, stop_tokens=(2,), repetition_penalty=1.3)
-    itself = by_model(TARGET, 2), [Ask(sampling, (1, 0), 4)]
-    yield "drafts for itself", *itself, {"itself": True}
-    yield "drafts for itself at times", *itself, {"itself": True, **at_times}
-    fading = Ask(Sampling(temperature=2.2, top_p=0.6), (1, 0), 4 if rule.needs_draft_probs else 3)
+    itself = by_model(TARGET, 2), [CaseRequest(sampling, (1, 0), 4)]
+    yield "drafts for itself", *itself, {"self_draft": True}
+    yield "drafts for itself at times", *itself, {"self_draft": True, **at_times}
+    limit = 4 if rule.needs_draft_probs else 3
+    fading = CaseRequest(Sampling(temperature=2.2, top_p=0.6), (1, 0), limit)
     yield "budget comes and goes", SETUPS["chain"], [fading], at_times
     penalised = Sampling(temperature=1.0, top_k=2, repetition_penalty=2.0, frequency_penalty=0.7)
-    asks = [Ask(penalised, (1, 0), 4)]
+    requests = [CaseRequest(penalised, (1, 0), 4)]
     if not rule.needs_draft_probs:              # every choice counts there: greedy, but many
         greedy = replace(penalised, temperature=0.0)
-        asks = [Ask(greedy, prompt, 9) for prompt in ((1, 0), (0,), (2, 2), (1,), (0, 2))]
-    yield "penalties in a tree", SETUPS["tree of 4"], asks, {}
+        prompts = (1, 0), (0,), (2, 2), (1,), (0, 2)
+        requests = [CaseRequest(greedy, prompt, 9) for prompt in prompts]
+    yield "penalties in a tree", SETUPS["tree of 4"], requests, {}
     for name, grammar in itertools.product(("chain", "tree of 3"), GRAMMARS):
         bound = replace(free, stop_tokens=(2,), processors=(GRAMMARS[grammar],))
-        yield f"{name}, {grammar}", SETUPS[name], [Ask(bound, (1, 0))], {}
+        yield f"{name}, {grammar}", SETUPS[name], [CaseRequest(bound, (1, 0))], {}
     yield "stop strings in a special token", SETUPS["chain"], TAGGED, {"alphabet": TAGS}
     if rule.needs_draft_probs:                  # nodes that shorter drafts have not
-        deep = by_model(toy(22, 2), 6, vocab=2), [Ask(Sampling(temperature=1.2), (1, 0), 7)]
+        deep = by_model(toy(22, 2), 6, vocab=2), [CaseRequest(Sampling(temperature=1.2), (1, 0), 7)]
         yield "a chain of 6", *deep, {"target": toy(21, 2), "budget": Once}
-    wide = [Ask(Sampling(temperature=1.3, top_k=2), (1, 0), 4)]
+    wide = [CaseRequest(Sampling(temperature=1.3, top_k=2), (1, 0), 4)]
     yield "a tree of 6", by_model(DRAFT, 6, 2, 2), wide, {"budget": Once}
-    five = [Ask(Sampling(temperature=1.1))]
+    five = [CaseRequest(Sampling(temperature=1.1))]
     yield "5 tokens, 3 long", by_model(toy(9, 5), 1, vocab=5), five, {"target": toy(7, 5)}
 
 

@@ -148,8 +148,8 @@ class Enumerated(NamedTuple):
 
 def enumerate_texts(case: Case) -> Enumerated:
     """Run a case through every outcome there is."""
-    distributions: list[Distribution] = [defaultdict(float) for _ in case.asks]
-    waiting = [torch.full((1, DRAWS), -1, dtype=torch.int64) for _ in case.asks]
+    distributions: list[Distribution] = [defaultdict(float) for _ in case.requests]
+    waiting = [torch.full((1, DRAWS), -1, dtype=torch.int64) for _ in case.requests]
     branches = 0
     while any(map(len, waiting)):
         now = [plans[: WORLDS // len(waiting)] for plans in waiting]
@@ -181,10 +181,10 @@ def _counts_right(case: Case, done: Completion) -> bool:
     """Whether the statistics of a finished row fit what it has written."""
     stats = done.stats
     return (
-        stats.emitted == len(done.tokens) - 1 < case.asks[done.prompt].limit
+        stats.emitted == len(done.tokens) - 1 < case.requests[done.prompt].limit
         and stats.accepted <= stats.emitted <= stats.accepted + stats.rounds
         and stats.accepted <= stats.drafted
-        and not (case.itself and stats.drafted and stats.acceptance < 1)
+        and not (case.self_draft and stats.drafted and stats.acceptance < 1)
     )
 
 

@@ -28,8 +28,8 @@ from draftproof.verify.cases import (
     SETUPS,
     TAGGED,
     TARGET,
-    Ask,
     Case,
+    CaseRequest,
     CharTokenizer,
     cases,
     logits_after,
@@ -41,7 +41,7 @@ from draftproof.verify.report import Section, Tick, silent
 
 EXACT, SEEN = 1e-12, 1e-3
 """Total variation that float64 rounding may leave; what a negative control must show at least."""
-FREE = Ask(Sampling(temperature=1.0), (2, 1))
+FREE = CaseRequest(Sampling(temperature=1.0), (2, 1))
 
 
 def examine(case: Case, wanted: Sequence[Distribution] | None = None) -> tuple[float, int, str]:
@@ -131,26 +131,26 @@ def plain_cases(quick: bool) -> Iterator[Case]:
     for (option, sampling), (end, stops) in itertools.product(OPTIONS.items(), ENDS.items()):
         number = next(numbers)
         if not quick or number % 5 == 0:
-            ask = Ask(replace(sampling, **stops), PROMPTS[number % len(PROMPTS)])
-            yield Case(", ".join(filter(None, ("plain", option, end))), match, PLAIN, [ask])
-    yield Case("plain, words", match, PLAIN, [Ask(OPTIONS["all at once"], (1,))])
+            request = CaseRequest(replace(sampling, **stops), PROMPTS[number % len(PROMPTS)])
+            yield Case(", ".join(filter(None, ("plain", option, end))), match, PLAIN, [request])
+    yield Case("plain, words", match, PLAIN, [CaseRequest(OPTIONS["all at once"], (1,))])
 
 
 def by_reference(case: Case) -> list[Distribution]:
     """What plain Python says of a case without processors of the user's."""
     logits = partial(logits_after, case.target)
     return [
-        distribution_of_run(logits, ask.prompt, ask.sampling, ask.limit, case.alphabet)
-        for ask in case.asks
+        distribution_of_run(logits, request.prompt, request.sampling, request.limit, case.alphabet)
+        for request in case.requests
     ]
 
 
-def product_of_softmaxes(ask: Ask) -> Distribution:
+def product_of_softmaxes(request: CaseRequest) -> Distribution:
     """What the target's own forward gives at temperature 1, for each text of so many tokens."""
     distribution: Distribution = {}
-    for text in itertools.product(range(3), repeat=ask.limit):
-        places = range(ask.limit)
-        logits = [logits_after(TARGET, (*ask.prompt, *text[:place])) for place in places]
+    for text in itertools.product(range(3), repeat=request.limit):
+        places = range(request.limit)
+        logits = [logits_after(TARGET, (*request.prompt, *text[:place])) for place in places]
         probs, letters = torch.tensor(logits, dtype=torch.float64).softmax(-1), CharTokenizer()
         shown = "".join(letters.push(token) for token in text) + letters.finish()
         distribution[text, shown, "length"] = float(probs[places, text].prod())

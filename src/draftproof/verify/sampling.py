@@ -27,7 +27,7 @@ from draftproof.verify.audit import (
     model_distribution,
     too_equal,
 )
-from draftproof.verify.cases import PLAIN, Ask, Case, by_model, one_thread, setups, toy
+from draftproof.verify.cases import PLAIN, Case, CaseRequest, by_model, one_thread, setups, toy
 from draftproof.verify.report import Section, Tick, silent
 
 SEQUENCES, QUICK_SEQUENCES = 57_344, 8_192
@@ -64,22 +64,22 @@ DEPTHS = (
 def trial(words: str) -> Case:
     """The case that a line of `TRIALS` names."""
     rule, setup, want = words.split("; ")
-    return Case(words, RULES[rule], SETUPS[setup], [Ask(WANTS[want], (3,), 4)], OURS)
+    return Case(words, RULES[rule], SETUPS[setup], [CaseRequest(WANTS[want], (3,), 4)], OURS)
 
 
 def audited(
     case: Case, samples: int, seed: int, sampler: type[Sampler] = Sampler
 ) -> Audit:  # fmt: skip
     """The texts of a case with one request, against the model's own distribution."""
-    (ask,) = case.asks
+    (request,) = case.requests
 
     def draw(prompt: list[int], n: int, seed: int) -> list[list[int]]:
         return [completion.tokens for completion in case.run([seed], n, None, sampler)]
 
-    probs = model_distribution(case.target.model, ask.sampling, len(ask.prompt))
-    ends = tuple(ask.sampling.stop_tokens or ())
+    probs = model_distribution(case.target.model, request.sampling, len(request.prompt))
+    ends = tuple(request.sampling.stop_tokens or ())
     return audit(
-        draw, probs, ask.prompt, length=ask.limit, samples=samples, seed=seed, at_once=1024,
+        draw, probs, request.prompt, length=request.limit, samples=samples, seed=seed, at_once=1024,
         ends=ends,
     )
 
@@ -126,7 +126,7 @@ def _equal(left: Tensor, other: Tensor) -> float:
 
 
 def draws_used_twice(rule: str, seed: int) -> int:
-    """How many random streams a run with drawn drafts asks for more than once."""
+    """How many random streams a run with drawn drafts requests for more than once."""
     drawn: list[Tensor] = []
 
     class Recorded(Sampler):

@@ -29,9 +29,9 @@ from draftproof.native.structures import (
     interleaved,
     joint_linear,
     linear,
-    plain,
-    rounded,
+    pad_to_strip,
     strip_rows,
+    unpack,
 )
 from draftproof.weights.packed_linear import bytes_of
 from draftproof.weights.quantized_linear import QuantizedLinear
@@ -107,7 +107,7 @@ class BlockLinear(QuantizedLinear):
         natives, biases = list[Native](), list[Tensor | None]()
         widths = [part.outputs for part in self.parts]
         for part, bias in zip(self.parts, _split(self.bias, widths), strict=True):
-            biases.append(None if bias is None else rounded(bias.bfloat16()))
+            biases.append(None if bias is None else pad_to_strip(bias.bfloat16()))
             form = (biases[-1], self.in_features, part.outputs)
             natives.append(linear(part.weight, None, *form) if part.format == BFLOAT16
                            else block_linear(part.format, part.weight, *form))
@@ -163,7 +163,7 @@ class BlockLinear(QuantizedLinear):
         """[outputs, inputs] of a part."""
         part = self.parts[number]
         if part.format == BFLOAT16 and self.kernels is not None:
-            return plain(part.weight, self.in_features, part.outputs)
+            return unpack(part.weight, self.in_features, part.outputs)
         return self._rows(number, torch.arange(part.outputs))
 
     def _by_torch(self, inputs: Tensor) -> Tensor:

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from draftproof.native.kernels import kernels
 from draftproof.native.pages import release
-from draftproof.native.structures import Native, interleaved, linear, plain, rounded, strip_rows
+from draftproof.native.structures import (
+    Native,
+    interleaved,
+    linear,
+    pad_to_strip,
+    strip_rows,
+    unpack,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -36,7 +43,7 @@ class JointLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bias = inputs, outputs, bias
         self.kernels = kernels() if native else None
-        self.padded_bias = None if bias is None else rounded(bias.bfloat16())
+        self.padded_bias = None if bias is None else pad_to_strip(bias.bfloat16())
         self.scales: Tensor | None = None
         self.native: Native | None = None
         self._last: tuple[Tensor, Tensor] | None = None     # what slices still wait for
@@ -106,7 +113,7 @@ class PackedLinear(JointLinear):
         return cls([linear.weight.detach() for linear in linears], bias)
 
     def dense(self) -> Tensor:
-        return plain(self.weight, self.in_features, self.out_features)
+        return unpack(self.weight, self.in_features, self.out_features)
 
     def rows(self, numbers: Tensor) -> Tensor:
         return strip_rows(self.weight, numbers, self.in_features)
@@ -147,10 +154,11 @@ def pack_linears(model: nn.Module) -> int:
                   if isinstance(child, nn.Linear) and packable(child)}
         groups = [{name: child} for name, child in single.items()]
         if not place.endswith(CROSSED):
-            groups = together(single, lambda linear: (linear.in_features, linear.bias is None))
+            groups = fusable_groups(
+                single, lambda linear: (linear.in_features, linear.bias is None))
         for group in groups:
             widths = {name: linear.out_features for name, linear in group.items()}
-            put(module, widths, PackedLinear.joining(*group.values()))
+            replace_modules(module, widths, PackedLinear.joining(*group.values()))
             for layer in group.values():
                 release(layer.weight, read_again=owners[id(layer.weight)] > 1)
             packed += len(group)
@@ -166,7 +174,7 @@ def packable(linear: nn.Linear) -> bool:
     return plain and cpu_bf16 and not hooks and kernels() is not None
 
 
-def together(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[str, M]]:
+def fusable_groups(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[str, M]]:
     """Layers of one module, by name; those of `JOINED` as one group if all are there, of one form.
     """
     joined = [{name: single[name] for name in names}
@@ -176,7 +184,7 @@ def together(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[
     return alike + [{name: layer} for name, layer in single.items() if name not in grouped]
 
 
-def put(module: nn.Module, outputs: Mapping[str, int], whole: JointLinear) -> None:
+def replace_modules(module: nn.Module, outputs: Mapping[str, int], whole: JointLinear) -> None:
     """Put `whole` in the place of the layers of a module that have these names and widths."""
     start = 0
     for name, width in outputs.items():

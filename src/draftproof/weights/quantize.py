@@ -23,8 +23,8 @@ from draftproof.weights.packed_linear import (
     PackedLinear,
     PackedSlice,
     bytes_of,
-    put,
-    together,
+    fusable_groups,
+    replace_modules,
 )
 from draftproof.weights.quantized_linear import QuantizedLinear, slow_because
 from draftproof.weights.snapshot import shallow_copy
@@ -97,7 +97,7 @@ def quantized(
             name: layer for name, layer in module._modules.items()
             if layer is not None and _is_linear(layer) and not isinstance(module, PackedSlice)
         }
-        for group in together(single, _form):
+        for group in fusable_groups(single, _form):
             first = f"{path}.{next(iter(group))}".removeprefix(".")
             names = [f"{path}.{name}".removeprefix(".") for name in group]
             names = ["lm_head"] if head in group.values() else names
@@ -105,7 +105,8 @@ def quantized(
             if whole is None:
                 continue
             changed = True
-            put(module, {name: _outputs(layer) for name, layer in group.items()}, whole)
+            widths = {name: _outputs(layer) for name, layer in group.items()}
+            replace_modules(module, widths, whole)
             for layer in group.values() if give_up else ():
                 if isinstance(layer, nn.Linear):
                     release(layer.weight, read_again=owners[id(layer.weight)] > 1)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.native.kernels import kernels
-from draftproof.native.structures import interleaved, rounded
+from draftproof.native.structures import interleaved, pad_to_strip
 from draftproof.weights.packed_linear import JointLinear
 
 CHUNK = 1 << 20
@@ -76,7 +76,7 @@ class Int8Linear(QuantizedLinear):
             self.weight[rows] = (weight[rows] / scale[rows, None]).round_().to(torch.int8)
         self.scales = scale / 127
         if self.kernels is not None:
-            self.scales = rounded(self.scales)
+            self.scales = pad_to_strip(self.scales)
             self.weight = interleaved(self.weight, 4).view(torch.uint8).bitwise_xor_(128)
         self.connect()
 

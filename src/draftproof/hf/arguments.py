@@ -39,7 +39,7 @@ def _holds_text(cache: Cache | None) -> bool:
         return bool(cache.has_previous_state())
 
 
-def refuse(
+def reject_unsupported(
     model: PreTrainedModel, ids: Tensor, config: GenerationConfig,
     model_kwargs: Mapping[str, Any], synced: bool,
 ) -> None:
