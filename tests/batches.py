@@ -25,11 +25,11 @@ def running(
 
 
 def decoder(
-    drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, own: Any = None,
+    drafter: Any, rule: str = "match", rows: int = 4, budget: Budget | int = 5, ours: Any = None,
     capacity: int = 128, **more: Any,
 ) -> Decoder:
     asked = Fixed(budget) if isinstance(budget, int) else budget
-    return Decoder(own or target(), drafter, RULES[rule], asked, rows, capacity, **more)
+    return Decoder(ours or target(), drafter, RULES[rule], asked, rows, capacity, **more)
 
 
 class Counted:
@@ -46,16 +46,16 @@ class Counted:
         return self.inner.read(tree, cache, **options)
 
 
-def admit(one: Decoder, *groups: Sequence[SequenceState]) -> None:
+def admit(item: Decoder, *groups: Sequence[SequenceState]) -> None:
     """Read prompts, and start their samples."""
-    prefill = one.prefill(groups)
-    while not one.read(prefill):
+    prefill = item.prefill(groups)
+    while not item.read(prefill):
         pass
 
 
-def read_elsewhere(one: Decoder, samples: Sequence[SequenceState]) -> Iterator[None]:
+def read_elsewhere(item: Decoder, samples: Sequence[SequenceState]) -> Iterator[None]:
     """Read a long prompt into a cache of its own: a chunk at each step, but the last, which comes
     at the end."""
-    prefill = one.prefill([samples], elsewhere=True)
-    while not one.read(prefill):
+    prefill = item.prefill([samples], elsewhere=True)
+    while not item.read(prefill):
         yield

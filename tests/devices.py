@@ -25,7 +25,7 @@ BLOCKS = "blocks of quantised weights are multiplied by C kernels"
 CPU_ONLY = {
     "bench": OWN_PROCESS, "cache": HOST, "cli": OWN_PROCESS, "core": HOST,
     "drafters": HOST, "engine/test_default_dtype.py": KERNELS, "engine/test_gguf_files.py": BLOCKS,
-    "engine/test_law.py": HOST, "engine/test_lossy_engine.py": HOST,
+    "engine/test_text_distribution.py": HOST, "engine/test_lossy_engine.py": HOST,
     "engine/test_parallel.py": "its ranks talk by gloo, which is for CPUs",
     "engine/test_quantized_target.py": BLOCKS,
     "engine/test_recorded_texts.py": "the texts were recorded on a CPU",

@@ -197,19 +197,20 @@ def proposed(
 def drafted(tree: TokenTree, row: int = 0) -> dict[tuple[int, ...], float]:
     """The paths of a row's nodes, root excluded, in node order, and their confidence."""
     confidence = tree.confidence if tree.confidence is not None else torch.ones(tree.tokens.shape)
-    found = {}
+    settings = {}
     for text, chance in zip(tree.texts[row].tolist(), confidence[row].tolist(), strict=True):
         path = tuple(token for token in text[1:] if token != NO_TOKEN)
         if path and ABSENT not in path:
-            found[path] = chance
-    return found
+            settings[path] = chance
+    return settings
 
 
 def fitted(head: DraftHead, rounds: int = 40, rate: float = 0.05) -> DraftHead:
     """The head, fitted to what `target()` writes after `prompts(8)`, at temperatures 0 and 1."""
     asked, params = prompts(8) * 2, [Sampling()] * 8 + [Sampling(temperature=1.0, seed=5)] * 8
     done = Engine(target()).generate(asked, max_new_tokens=40, sampling=params, batch_size=16)
-    texts = [torch.tensor([*prompt, *one.tokens]) for prompt, one in zip(asked, done, strict=True)]
+    texts = [torch.tensor([*prompt, *item.tokens])
+             for prompt, item in zip(asked, done, strict=True)]
     tokens = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=ABSENT)
     with torch.no_grad():
         features = target().features(tokens, (tokens != ABSENT).double(),
@@ -232,10 +233,10 @@ def medusa_head(share_lm_head: bool = False) -> MedusaHead:
 
 @lru_cache(maxsize=1)
 def paired_head() -> MedusaHead:
-    """The same heads, with the pairs of tokens that `target()` writes behind `prompts(8)`."""
+    """The same heads, with the pairs of tokens that `target()` writes after `prompts(8)`."""
     head = copy.deepcopy(medusa_head())
     done = Engine(target()).generate(prompts(8), max_new_tokens=40)
-    chains = [[*prompt, *one.tokens] for prompt, one in zip(prompts(8), done, strict=True)]
+    chains = [[*prompt, *item.tokens] for prompt, item in zip(prompts(8), done, strict=True)]
     head.count(*torch.tensor([pair for chain in chains for pair in pairwise(chain)]).unbind(1))
     return head
 
@@ -248,10 +249,10 @@ def redrafter_head(share_lm_head: bool = False) -> ReDrafterHead:
     return head
 
 
-def _draft_model(own: Target, *branches: int, **overrides: Any) -> DraftModel:
+def _draft_model(ours: Target, *branches: int, **overrides: Any) -> DraftModel:
     """A small draft model that agrees with this target now and then; chains, or trees."""
     shape = TreeShape.branching(branches) if branches else None
-    return DraftModel(target(seed=1, **overrides), own.vocab_size, shape)
+    return DraftModel(target(seed=1, **overrides), ours.vocab_size, shape)
 
 
 MEDUSA_TREE = ((0,), (0, 0), (1,), (0, 1), (0, 0, 0), (1, 0), (2,))
@@ -290,18 +291,18 @@ def texts(
     engine: Engine, prompts: Sequence[Sequence[int]], **params: Any
 ) -> list[tuple[list[int], str]]:
     """Tokens and finish reason of each completion."""
-    return [(one.tokens, one.finish_reason) for one in engine.generate(prompts, **params)]
+    return [(item.tokens, item.finish_reason) for item in engine.generate(prompts, **params)]
 
 
 def accepted_share(done: Sequence[Completion]) -> float:
     """Accepted over drafted tokens: a test of equality that accepts nothing tests nothing."""
-    drafted = sum(one.stats.drafted for one in done)
-    return sum(one.stats.accepted for one in done) / drafted if drafted else 0.0
+    drafted = sum(completion.stats.drafted for completion in done)
+    return sum(completion.stats.accepted for completion in done) / drafted if drafted else 0.0
 
 
 def per_round(done: Sequence[Completion]) -> float:
     """Tokens per round, of all texts together."""
-    return sum(one.stats.emitted for one in done) / sum(one.stats.rounds for one in done)
+    return sum(item.stats.emitted for item in done) / sum(item.stats.rounds for item in done)
 
 
 def assert_counts(done: Completion) -> None:
@@ -324,6 +325,6 @@ def packed_target(tied: bool = True, layers: int = 2) -> Target:
         num_key_value_heads=2, head_dim=16, vocab_size=96, initializer_range=0.2,
         max_position_embeddings=256, eos_token_id=None, tie_word_embeddings=tied,
     )  # fmt: skip
-    own = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    pack_linears(own)
-    return Target(own)
+    ours = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    pack_linears(ours)
+    return Target(ours)

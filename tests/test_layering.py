@@ -80,9 +80,9 @@ def test_drafters_never_import_each_other() -> None:
         for name in imports(path):
             if name.startswith("draftproof.drafters.") and path.stem not in readers:
                 other = name.split(".")[2]
-                own = other.startswith(path.stem.partition("_")[0])
-                own |= (path.stem, other) == ("features", "draft_model")
-                assert other in shared or own, f"{path.name} imports {name}"
+                ours = other.startswith(path.stem.partition("_")[0])
+                ours |= (path.stem, other) == ("features", "draft_model")
+                assert other in shared or ours, f"{path.name} imports {name}"
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -150,4 +150,4 @@ def test_no_tensor_is_made_in_the_default_dtype(path: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             made = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             if made and node.func.attr in makers:
-                assert "dtype" in {one.arg for one in node.keywords}, f"line {node.lineno}"
+                assert "dtype" in {keyword.arg for keyword in node.keywords}, f"line {node.lineno}"

@@ -15,8 +15,10 @@ import pytest
 
 import draftproof
 
-ROOT = Path(draftproof.__file__).parent
+ROOT, TESTS = Path(draftproof.__file__).parent, Path(__file__).parent
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
+FILES |= {f"tests/{path.relative_to(TESTS)}": path for path in sorted(TESTS.rglob("*.py"))
+          if path != Path(__file__)}
 
 EMPTY_NAMES = {"one", "found", "own", "given", "said", "some"}
 """A variable is called after what it holds."""

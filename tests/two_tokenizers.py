@@ -24,13 +24,13 @@ def codec(tokens: list[str], end: str, *specials: str, first: str | None = None)
     level = "Ġ" in tokens
     plain = [token for token in tokens if token not in (end, *specials)]
     ids = {token: place for place, token in enumerate(tokens)}
-    merges = [(one[:-1], one[-1]) for one in plain if len(one) > 1 and one[:-1] in ids]
-    one = Tokenizer(models.BPE(ids, [pair for pair in merges if pair[1] in ids], unk_token=None))
-    one.pre_tokenizer = (pre_tokenizers.ByteLevel(add_prefix_space=False) if level
+    merges = [(each[:-1], each[-1]) for each in plain if len(each) > 1 and each[:-1] in ids]
+    item = Tokenizer(models.BPE(ids, [pair for pair in merges if pair[1] in ids], unk_token=None))
+    item.pre_tokenizer = (pre_tokenizers.ByteLevel(add_prefix_space=False) if level
                          else pre_tokenizers.Metaspace())
-    one.decoder = decoders.ByteLevel() if level else decoders.Metaspace()
+    item.decoder = decoders.ByteLevel() if level else decoders.Metaspace()
     extra = {"bos_token": first} if first else {}
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=one, eos_token=end,
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=item, eos_token=end,
                                       additional_special_tokens=list(specials), **extra)
     return Codec(wrapped, "ours" if level else "theirs")
 

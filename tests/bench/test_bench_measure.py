@@ -80,8 +80,8 @@ def test_settings_are_mixed_and_batches_take_several_prompts_per_row() -> None:
     assert run.groups(settings[1]) == [tuple(range(8)), (8, 9, 0, 1, 2, 3, 4, 5)]
     assert len(run.groups(settings[1])[0]) == 2 * PROMPTS_PER_ROW
     order = [trial.setting.batch for trial in run.trials]
-    assert order.index(2) < len(order) - 1 - order[::-1].index(1)      # not one behind the other
-    assert {str(one) for one in settings} == {"greedy, batch 1", "T = 0.7, batch 2"}
+    assert order.index(2) < len(order) - 1 - order[::-1].index(1)      # not one after the other
+    assert {str(setting) for setting in settings} == {"greedy, batch 1", "T = 0.7, batch 2"}
 
 
 def test_a_speed_up_is_taken_pair_by_pair_so_a_slowing_machine_changes_nothing() -> None:
@@ -96,7 +96,7 @@ def test_a_speed_up_is_taken_pair_by_pair_so_a_slowing_machine_changes_nothing()
 def test_figures_and_texts_are_compared() -> None:
     methods = three()
     plain, drafter, slow = compute(bench(*methods, rounds=3))
-    assert [one.tokens_per_second for one in (plain, drafter, slow)] == [2.0, 4.0, 1.0]
+    assert [item.tokens_per_second for item in (plain, drafter, slow)] == [2.0, 4.0, 1.0]
     assert drafter.texts == drafter.same == 9 and drafter.first_difference is None
     assert drafter.tokens_per_round == 2.0 and drafter.acceptance == pytest.approx(0.5)
     assert drafter.acceptance_by_position == [1.0, 0.0] and plain.acceptance is None
@@ -108,10 +108,10 @@ def test_figures_and_texts_are_compared() -> None:
 
 
 def test_an_interval_is_that_of_the_median() -> None:
-    found, values = Interval.of([1.0, 2.0, 3.0, 4.0, 100.0]), [1.0, 2.0, 3.0, 4.0, 100.0]
+    result, values = Interval.of([1.0, 2.0, 3.0, 4.0, 100.0]), [1.0, 2.0, 3.0, 4.0, 100.0]
     medians = [np.median(np.random.default_rng(i).choice(values, 5)) for i in range(4000)]
     bounds = np.percentile(medians, (2.5, 97.5))
-    assert found.median == 3.0 and (found.low, found.high) == pytest.approx(bounds, abs=1)
+    assert result.median == 3.0 and (result.low, result.high) == pytest.approx(bounds, abs=1)
     assert str(Interval.of([2.0])) == "2.00×" == str(Interval.of([2.0, 2.0]))
 
 

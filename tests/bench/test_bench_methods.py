@@ -29,13 +29,13 @@ def test_all_methods_of_a_model_write_the_same_texts(folders: tuple[str, str]) -
     target, draft = folders
     drafters = ["suffix", "self-layers:1"]
     plain, methods = load_methods(target, drafters, [draft], budget=3)
-    assert [one.name for one in methods] == ["plain", *drafters, draft]
+    assert [method.name for method in methods] == ["plain", *drafters, draft]
     settings = [Setting(1, 0.0), Setting(2, 0.8)]
     run = Bench(methods, PROMPTS, settings, plain.sampling, 8, 1)
     run.run()
     figures = compute(run)
-    assert len(figures) == 8 and all(one.same == one.texts > 0 for one in figures)
-    assert [one.first_token is None for one in figures] == [False] * 4 + [True] * 4
+    assert len(figures) == 8 and all(figure.same == figure.texts > 0 for figure in figures)
+    assert [figure.first_token is None for figure in figures] == [False] * 4 + [True] * 4
     _, methods = load_methods(target, [], [])               # nobody named any: the default
     assert isinstance(methods[1].engine.drafter, dp.Portfolio)
 
@@ -48,12 +48,12 @@ def test_a_single_prompt_is_streamed(folders: tuple[str, str]) -> None:
     assert stats.emitted == len(texts[0]) - 1               # the first came with the prompt
 
 
-@pytest.mark.parametrize(("drafters", "given", "why"), [
+@pytest.mark.parametrize(("drafters", "inputs", "why"), [
     (["suffix", "suffix"], {}, "suffix was given twice"),
     (["suffix", "medusa+recycling"], {"quantize_draft": "int8"}, "--quantize-draft is for"),
 ])
 def test_what_does_not_fit_is_refused_before_loading(
-    drafters: list[str], given: dict[str, str], why: str
+    drafters: list[str], inputs: dict[str, str], why: str
 ) -> None:
     with pytest.raises(BadInput, match=why):
-        load_methods(str(Path("no", "such", "model")), drafters, [], **given)
+        load_methods(str(Path("no", "such", "model")), drafters, [], **inputs)

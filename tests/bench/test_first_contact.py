@@ -113,10 +113,10 @@ def test_a_difference_is_judged_by_the_gap_of_its_tokens() -> None:
     wrong = text([*done.tokens[:2], other, 0])
     gap = checks.gap_at(engine, prompt, wrong, done)
     assert gap == pytest.approx(max(likely.values()) - min(likely.values()))
-    found: list[tuple[Any, Any]] = []
-    part = Namespace(add=lambda row, problem: found.append((row, problem)))
+    result: list[tuple[Any, Any]] = []
+    part = Namespace(add=lambda row, problem: result.append((row, problem)))
     for dtype in ("float64", "bfloat16"):
         checks.add_texts(part, engine, [prompt], [wrong], [done],
                          {"dtype": dtype, "temperature": 0.0})
-    assert "another one" in found[0][1]
-    assert (found[1][1] is None) == (gap <= checks.NEAR_TIE) and found[1][0]["same"] == "0/1"
+    assert "another one" in result[0][1]
+    assert (result[1][1] is None) == (gap <= checks.NEAR_TIE) and result[1][0]["same"] == "0/1"

@@ -23,9 +23,9 @@ def test_never_slower_writes_the_texts_of_plain_decoding(tmp_path: Path) -> None
                "--rounds", "1", "--new-tokens", "6", "--cases", "always wrong, cold",
                "--json", tmp_path / "rows"]
     subprocess.run(command, check=True, capture_output=True, timeout=280)
-    found = json.loads((tmp_path / "rows").read_text())
-    assert [row["budget"] for row in found] == ["fixed 5", "adaptive"]
-    assert all(row["same"] == "1/1" for row in found)
+    report = json.loads((tmp_path / "rows").read_text())
+    assert [row["budget"] for row in report] == ["fixed 5", "adaptive"]
+    assert all(row["same"] == "1/1" for row in report)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -41,15 +41,15 @@ def test_text_written_in_many_rows_is_what_generate_writes(kind: str) -> None:
     model = AutoModelForCausalLM.from_config(form).double().eval()
     prompts, stops = [[5 + at, 9, 2 * at, 7][: 2 + at % 3] for at in range(8)], [3, 11, 17, 40]
     wanted = [Sampling(max_new_tokens=6 + at) for at in range(8)]
-    found = {index: (new, why)
+    settings = {index: (new, why)
              for index, new, why in write.GraphWriter(model, stops, 3, 20)(prompts, wanted, 3)}
     for at, prompt in enumerate(prompts):
-        given = torch.tensor([prompt])
-        out = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False,
+        tensor = torch.tensor([prompt])
+        out = model.generate(tensor, attention_mask=torch.ones_like(tensor), do_sample=False,
                              max_new_tokens=6 + at, eos_token_id=stops, pad_token_id=0)
         new = out[0, len(prompt) :].tolist()
-        assert found[at] == (new, "stop" if new[-1] in stops else "length")
-    assert {why for _, why in found.values()} == {"stop", "length"}
+        assert settings[at] == (new, "stop" if new[-1] in stops else "length")
+    assert {why for _, why in settings.values()} == {"stop", "length"}
     other = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **sizes, head_dim=8))
     with pytest.raises(BadInput, match="qwen3"):
         write.GraphWriter(other, stops, 3, 20)
@@ -69,5 +69,5 @@ def test_a_comparison_is_drawn_with_its_intervals(
             for bits in (16, 4) for engine in ("ours", "llama.cpp")
             for mode in ("plain", "speculating")]  # fmt: skip
     picture.draw(rows, tmp_path / "c.svg", "Qwen, 3 prompts")
-    said = (tmp_path / "c.svg").read_text("utf-8")
-    assert all(words in said for words in ("Qwen, 3 prompts", "4 bits", "llama.cpp, plain", "24.0"))
+    out = (tmp_path / "c.svg").read_text("utf-8")
+    assert all(words in out for words in ("Qwen, 3 prompts", "4 bits", "llama.cpp, plain", "24.0"))

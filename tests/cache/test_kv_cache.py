@@ -38,7 +38,7 @@ def _no_grad():
 
 
 def commit(
-    own: Target, cache: KVCache, texts: list[list[int]], dice: torch.Generator, shape: TreeShape
+    ours: Target, cache: KVCache, texts: list[list[int]], dice: torch.Generator, shape: TreeShape
 ) -> None:
     """Read a random tree with gaps, keep the path to a random node of each row."""
     tokens = torch.randint(VOCAB, (len(texts), len(shape)), generator=dice)
@@ -46,37 +46,38 @@ def commit(
     last = torch.randint(len(shape), (len(texts),), generator=dice)
     on_path = tree.ancestors[torch.arange(len(texts)), last]
     tree.tokens[~on_path & (torch.rand(tokens.shape, generator=dice) < 0.2)] = ABSENT
-    own.read(tree, cache)
+    ours.read(tree, cache)
     nodes, count = tree.path_to(last), tree.depths.gather(1, last[:, None])[:, 0] + 1
     cache.keep(None if shape.is_chain else nodes, count)
     for row, text in enumerate(texts):
         text += tree.tokens[row, nodes[row, : int(count[row])]].tolist()
 
 
-def assert_reads_on(own: Target, cache: KVCache, texts: list[list[int]]) -> None:
+def assert_reads_on(ours: Target, cache: KVCache, texts: list[list[int]]) -> None:
     """The next tree gets the logits of a cache that was filled in one read, row by row."""
     assert cache.lengths.tolist() == [len(text) for text in texts]
     shape = TreeShape.branching((2, 1)).within(3)
     tree = TokenTree.shaped(torch.arange(len(texts) * 4).view(-1, 4) % VOCAB, shape)
-    found = own.read(tree, cache).logits
+    result = ours.read(tree, cache).logits
     for row, text in enumerate(texts):
-        fresh = own.new_cache(1, CAPACITY)
+        fresh = ours.new_cache(1, CAPACITY)
         if text:
-            own.read(TokenTree.chain(torch.tensor([text])), fresh)
+            ours.read(TokenTree.chain(torch.tensor([text])), fresh)
             fresh.keep(None, torch.tensor([len(text)]))
         alone = TokenTree.shaped(tree.tokens[row : row + 1], shape)
-        torch.testing.assert_close(found[row], own.read(alone, fresh).logits[0], rtol=0, atol=1e-9)
+        logits = ours.read(alone, fresh).logits[0]
+        torch.testing.assert_close(result[row], logits, rtol=0, atol=1e-9)
 
 
 @any_cache
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "falcon"])
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
 def test_keep_equals_a_fresh_read(kind: str | None, family: str, shape: TreeShape) -> None:
-    own, dice = of_kind(kind, family), torch.Generator().manual_seed(len(shape))
-    cache, texts = own.new_cache(4, CAPACITY), [[] for _ in range(4)]
+    ours, dice = of_kind(kind, family), torch.Generator().manual_seed(len(shape))
+    cache, texts = ours.new_cache(4, CAPACITY), [[] for _ in range(4)]
     for _ in range(5):
-        commit(own, cache, texts, dice, shape)
-        assert_reads_on(own, cache, texts)
+        commit(ours, cache, texts, dice, shape)
+        assert_reads_on(ours, cache, texts)
 
 
 @any_cache
@@ -84,59 +85,59 @@ def test_keep_moves_all_stores_without_kernels(
     kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(KVCache, "stores", None)
-    own, dice = of_kind(kind), torch.Generator().manual_seed(5)
-    cache, texts = own.new_cache(3, CAPACITY), [[] for _ in range(3)]
+    ours, dice = of_kind(kind), torch.Generator().manual_seed(5)
+    cache, texts = ours.new_cache(3, CAPACITY), [[] for _ in range(3)]
     for _ in range(3):
-        commit(own, cache, texts, dice, SHAPES[0])
-    assert_reads_on(own, cache, texts)
+        commit(ours, cache, texts, dice, SHAPES[0])
+    assert_reads_on(ours, cache, texts)
 
 
 @any_cache
 def test_select_keeps_drops_and_repeats_rows(kind: str | None) -> None:
-    own, dice = of_kind(kind), torch.Generator().manual_seed(1)
+    ours, dice = of_kind(kind), torch.Generator().manual_seed(1)
     for rows in ([2, 0], [3, 3, 1, 0], [1], [0, 1, 2, 3], [3, 2, 1, 0], [], [2, 2, 2]):
-        cache, texts = own.new_cache(4, CAPACITY), [[] for _ in range(4)]
+        cache, texts = ours.new_cache(4, CAPACITY), [[] for _ in range(4)]
         for _ in range(2):
-            commit(own, cache, texts, dice, SHAPES[0])
+            commit(ours, cache, texts, dice, SHAPES[0])
         cache.select(rows)
         left = [list(texts[row]) for row in rows]
         assert cache.lengths.tolist() == [*map(len, left), *[0] * (4 - len(rows))]
         if rows:
             view = cache.rows(0, len(rows))
-            assert_reads_on(own, view, left)
-            commit(own, view, left, dice, SHAPES[2])
-            assert_reads_on(own, view, left)
+            assert_reads_on(ours, view, left)
+            commit(ours, view, left, dice, SHAPES[2])
+            assert_reads_on(ours, view, left)
 
 
 @any_cache
 def test_a_view_leaves_the_other_rows_alone(kind: str | None) -> None:
     """Reading and keeping in a view: the other rows keep their bits, scratch included, and their
     lengths."""
-    own, dice = of_kind(kind), torch.Generator().manual_seed(2)
-    cache, texts = own.new_cache(4, CAPACITY), [[] for _ in range(4)]
-    commit(own, cache, texts, dice, SHAPES[0])
+    ours, dice = of_kind(kind), torch.Generator().manual_seed(2)
+    cache, texts = ours.new_cache(4, CAPACITY), [[] for _ in range(4)]
+    commit(ours, cache, texts, dice, SHAPES[0])
     before = [[store.clone() for store in layer.stores] for layer in cache.layers]
-    commit(own, cache.rows(1, 3), inner := texts[1:3], dice, SHAPES[1])
+    commit(ours, cache.rows(1, 3), inner := texts[1:3], dice, SHAPES[1])
     for layer, stores in zip(cache.layers, before, strict=True):
         for store, old in zip(layer.stores, stores, strict=True):
             assert torch.equal(store[[0, 3]], old[[0, 3]]) and not torch.equal(store[1], old[1])
-    assert_reads_on(own, cache, [texts[0], *inner, texts[3]])
+    assert_reads_on(ours, cache, [texts[0], *inner, texts[3]])
 
 
 @any_cache
 def test_scratch_never_leaks(kind: str | None) -> None:
     """Whatever lies beyond the committed tokens, huge numbers too, the logits are the same bits."""
     for family in ("llama", "gemma2"):
-        own, dice = of_kind(kind, family), torch.Generator().manual_seed(3)
-        cache, texts = own.new_cache(3, CAPACITY), [[] for _ in range(3)]
+        ours, dice = of_kind(kind, family), torch.Generator().manual_seed(3)
+        cache, texts = ours.new_cache(3, CAPACITY), [[] for _ in range(3)]
         for _ in range(3):
-            commit(own, cache, texts, dice, SHAPES[0])
+            commit(ours, cache, texts, dice, SHAPES[0])
         tree = TokenTree.chain(torch.tensor([[1, 2, 3]] * 3))
-        wanted = own.read(tree, cache).logits
+        wanted = ours.read(tree, cache).logits
         for store in (store for layer in cache.layers for store in layer.stores):
             for row, length in enumerate(cache.lengths.tolist()):
                 store[row, :, length:] = 1e30 if store.is_floating_point() else -127
-        assert torch.equal(own.read(tree, cache).logits, wanted)
+        assert torch.equal(ours.read(tree, cache).logits, wanted)
 
 
 def test_a_path_may_overlap_its_destination() -> None:
@@ -168,38 +169,38 @@ def layer_of(kind: str, rows: int = 2, dtype: torch.dtype = torch.float32) -> In
 def written(layer: Int8Layer, slots: Tensor, keys: Tensor) -> Tensor:
     """What is read back at `slots` [B, W]."""
     layer.slots = slots
-    found = layer.update(keys, keys)[0]
-    return found.gather(2, slots[:, None, :, None].expand_as(keys))
+    result = layer.update(keys, keys)[0]
+    return result.gather(2, slots[:, None, :, None].expand_as(keys))
 
 
 @any_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_number_is_off_by_half_a_step_at_most(kind: str, dtype: torch.dtype) -> None:
-    given = states(2, 5).to(dtype)
-    found = written(layer_of(kind, dtype=dtype), torch.arange(5).expand(2, -1), given)
-    assert found.dtype == dtype
-    most = given.abs().amax(-1, keepdim=True).double()
+    inputs = states(2, 5).to(dtype)
+    text = written(layer_of(kind, dtype=dtype), torch.arange(5).expand(2, -1), inputs)
+    assert text.dtype == dtype
+    most = inputs.abs().amax(-1, keepdim=True).double()
     # scale and product are rounded as well
     slack = 4 * torch.finfo(dtype).eps * most
-    step = most / 127 if kind == "int8" else given.abs().double().clamp(min=2**-6 * 0.002) / 8
-    off = (found.double() - given.double()).abs()
+    step = most / 127 if kind == "int8" else inputs.abs().double().clamp(min=2**-6 * 0.002) / 8
+    off = (text.double() - inputs.double()).abs()
     assert (off <= step / 2 + slack).all() and float(off.max()) > 0
 
 
 @any_kind
-def test_a_token_is_quantised_alike_wherever_it_lies_and_whatever_lies_beside_it(kind: str) -> None:
-    given = states(1, 6)
-    together = written(layer_of(kind, 1), torch.arange(6)[None], given)
+def test_a_token_is_quantised_alike_in_any_slot_and_next_to_any_other(kind: str) -> None:
+    args = states(1, 6)
+    together = written(layer_of(kind, 1), torch.arange(6)[None], args)
     for node in range(6):
         for slot in (0, 3, 15):
-            alone = written(layer_of(kind, 1), torch.tensor([[slot]]), given[:, :, node : node + 1])
+            alone = written(layer_of(kind, 1), torch.tensor([[slot]]), args[:, :, node : node + 1])
             assert torch.equal(alone, together[:, :, node : node + 1])
-    loud = given.clone()
+    loud = args.clone()
     loud[:, :, 1], loud[:, 1, 2] = 1e6, torch.nan
-    found = written(layer_of(kind, 1), torch.arange(6)[None], loud)
+    text = written(layer_of(kind, 1), torch.arange(6)[None], loud)
     same = torch.tensor([0, 3, 4, 5])
-    assert torch.equal(found[:, :, same], together[:, :, same])
-    assert torch.equal(found[:, 0, 2], together[:, 0, 2])
+    assert torch.equal(text[:, :, same], together[:, :, same])
+    assert torch.equal(text[:, 0, 2], together[:, 0, 2])
     silence = torch.zeros(1, 2, 6, 8)
     assert torch.equal(written(layer_of(kind, 1), torch.arange(6)[None], silence), silence)
 
@@ -209,13 +210,13 @@ def test_half_the_memory_or_less_and_nearly_the_same_logits(kind: str) -> None:
     how = ([LayerShape(2, 64, 64)], 3, 32, torch.bfloat16, torch.device("cpu"))
     sizes = [KVCache.empty(*how, layer).nbytes for layer in (LAYERS[kind], KVLayer)]
     assert sizes == [3 * 32 * 2 * 2 * (64 + 2), 3 * 32 * 2 * 2 * 128]
-    own, plain = of_kind(kind), target()
-    sizes = [each.new_cache(1, 32).nbytes // 32 for each in (own, plain)]
-    assert own.position_bytes == tuple(sizes) and sizes[0] < sizes[1]
+    ours, plain = of_kind(kind), target()
+    sizes = [each.new_cache(1, 32).nbytes // 32 for each in (ours, plain)]
+    assert ours.position_bytes == tuple(sizes) and sizes[0] < sizes[1]
     dice = torch.Generator().manual_seed(0)
     text = TokenTree.chain(torch.randint(VOCAB, (1, 20), generator=dice))
-    one, other = (each.read(text, each.new_cache(1, CAPACITY)).logits for each in (plain, own))
-    assert 0 < float((one - other).norm() / one.norm()) < 0.1
+    item, other = (each.read(text, each.new_cache(1, CAPACITY)).logits for each in (plain, ours))
+    assert 0 < float((item - other).norm() / item.norm()) < 0.1
 
 
 def test_an_unknown_kind_is_refused() -> None:
@@ -255,22 +256,22 @@ def test_a_node_sees_the_committed_text_and_its_ancestors(
 @any_cache
 def test_a_read_sees_its_own_last_slot_wherever_it_ends(kind: str | None) -> None:
     """Also where that is the first of 64 more: slot by slot, and in reads of several nodes."""
-    own = of_kind(kind)
+    ours = of_kind(kind)
     for nodes in (1, 2, 5):
-        cache, fresh = own.new_cache(1, 256), own.new_cache(1, 256)
+        cache, fresh = ours.new_cache(1, 256), ours.new_cache(1, 256)
         lead = 64 - 2 * nodes
         text = (torch.arange(lead + 4 * nodes) * 7 % VOCAB)[None]
-        own.read(TokenTree.chain(text[:, :lead]), cache)
+        ours.read(TokenTree.chain(text[:, :lead]), cache)
         cache.keep(None, torch.tensor([lead]))
-        step = [own.read(TokenTree.chain(text[:, :lead]), fresh).logits]
+        step = [ours.read(TokenTree.chain(text[:, :lead]), fresh).logits]
         fresh.keep(None, torch.tensor([lead]))
         for start in range(lead, text.shape[1], nodes):
             assert cache.reserve(nodes) >= start + nodes
             tree = TokenTree.chain(text[:, start : start + nodes])
             cache.set_max_length(start)
-            found = own.read(tree, cache).logits
+            result = ours.read(tree, cache).logits
             cache.keep(None, torch.tensor([nodes]))
-            step.append(found)
+            step.append(result)
         if kind is None:
-            whole = own.own_logits(text)
+            whole = ours.own_logits(text)
             torch.testing.assert_close(torch.cat(step, 1), whole, rtol=0, atol=1e-9)

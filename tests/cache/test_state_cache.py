@@ -51,56 +51,56 @@ def made(kind: str, seed: int = 0) -> Target:
 
 
 @torch.inference_mode()
-def own_text(own: Target, prompt: list[int]) -> list[int]:
+def own_text(target: Target, prompt: list[int]) -> list[int]:
     text = list(prompt)
     for _ in range(20):
-        text.append(int(own.own_logits(torch.tensor([text]))[0, -1].argmax()))
+        text.append(int(target.own_logits(torch.tensor([text]))[0, -1].argmax()))
     return text[len(prompt) :]
 
 
-def agrees(logits: torch.Tensor, own: Target, text: list[int]) -> None:
-    wanted = own.own_logits(torch.tensor([text]))[0, -1]
+def agrees(logits: torch.Tensor, target: Target, text: list[int]) -> None:
+    wanted = target.own_logits(torch.tensor([text]))[0, -1]
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gated delta net", "no single steps"])
 def test_a_prompt_that_was_read_elsewhere_is_moved_with_its_states(kind: str) -> None:
-    found = []
-    for beside in (True, False):
-        one, rows = decoder(Plain(), own=made(kind)), [running(text, limit=9) for text in PROMPTS]
-        one.prompts.chunk = 4
-        admit(one, rows[1:2])
-        for _ in read_elsewhere(one, rows[:1]) if beside else ():
-            one.step()
-        if not beside:
-            admit(one, rows[:1])
-        admit(one, rows[2:])
-        while one.running:
-            one.step()
-        found.append([row.tokens for row in rows])
-    assert found[0] == found[1]
+    results = []
+    for next_to in (True, False):
+        item, rows = decoder(Plain(), ours=made(kind)), [running(text, limit=9) for text in PROMPTS]
+        item.prompts.chunk = 4
+        admit(item, rows[1:2])
+        for _ in read_elsewhere(item, rows[:1]) if next_to else ():
+            item.step()
+        if not next_to:
+            admit(item, rows[:1])
+        admit(item, rows[2:])
+        while item.running:
+            item.step()
+        results.append([row.tokens for row in rows])
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
     """Alone and in ragged batches, drafted for by a model with states that is nearly the same."""
-    own, draft = made(kind), made(kind)
-    assert own.has_states and not own.reads_trees
-    assert own.facts.single_steps == (kind != "no single steps")
+    model, draft = made(kind), made(kind)
+    assert model.has_states and not model.reads_trees
+    assert model.facts.single_steps == (kind != "no single steps")
     with torch.no_grad():
         for weight in draft.model.parameters():
             weight.add_(0.01 * torch.randn(weight.shape,
                                            generator=torch.Generator().manual_seed(0)))
     for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        done = Engine(own).generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=1)
-        plain = [one.checked().tokens for one in done]
+        done = Engine(model).generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=1)
+        plain = [completion.checked().tokens for completion in done]
         if want.temperature == 0:
-            assert plain == [own_text(own, prompt) for prompt in PROMPTS]
+            assert plain == [own_text(model, prompt) for prompt in PROMPTS]
         for rows in (1, 3):
-            engine = Engine(own, DraftModel(draft, VOCAB), budget=4)
+            engine = Engine(model, DraftModel(draft, VOCAB), budget=4)
             done = engine.generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=rows)
-            assert [one.checked().tokens for one in done] == plain
-            rates = [one.stats.tokens_per_round for one in done]
+            assert [completion.checked().tokens for completion in done] == plain
+            rates = [completion.stats.tokens_per_round for completion in done]
             assert all(rate > 1.2 for rate in rates), "what was drafted is never accepted"
 
 
@@ -115,65 +115,65 @@ def chain(*rows: list[int]) -> TokenTree:
 def test_what_is_rejected_leaves_no_trace(kind: str) -> None:
     """States after each token are kept where layers record them: nothing waits. Others are read
     again, in one pass with what comes next."""
-    own = made(kind)
-    cache, records = own.new_cache(2, 64), kind != "states and keys in one layer"
+    model = made(kind)
+    cache, records = model.new_cache(2, 64), kind != "states and keys in one layer"
     assert isinstance(cache, StateCache)
-    own.read(chain([1, 2, 3], [4, 5, ABSENT]), cache)
+    model.read(chain([1, 2, 3], [4, 5, ABSENT]), cache)
     cache.keep(None, torch.tensor([3, 2]))
     assert cache.waiting.tolist() == ([0, 0] if records else [0, 2])
     layer = next(layer for layer in cache.layers if isinstance(layer, StateLayer))
     before = [state.clone() for state in layer.states]
-    own.read(chain([6, 9, 9], [7, 8, 9]), cache)
+    model.read(chain([6, 9, 9], [7, 8, 9]), cache)
     same = zip(before, layer.states, strict=True)
     assert all(torch.equal(was, now) for was, now in same), "a read commits nothing"
     cache.keep(None, torch.tensor([1, 3]))
     assert cache.waiting.tolist() == ([0, 0] if records else [1, 0])
-    logits = own.read(chain([10], [11]), cache).logits
+    logits = model.read(chain([10], [11]), cache).logits
     for row, text in enumerate(([1, 2, 3, 6, 10], [4, 5, 7, 8, 9, 11])):
-        agrees(logits[row, -1], own, text)
+        agrees(logits[row, -1], model, text)
 
 
 @torch.inference_mode()
 def test_memory_is_flat_where_all_is_rejected() -> None:
     """As wide a read every round, whatever was rejected before; nothing is kept of reads."""
-    own, widths = made("gated delta net"), set()
-    cache = own.new_cache(1, 512)
+    model, widths = made("gated delta net"), set()
+    cache = model.new_cache(1, 512)
     assert isinstance(cache, StateCache)
     for token in range(30):
         tree = cache.truncate_tree(chain([token % VOCAB, 1, 2, 3]))
         block = cache.block(tree, 0)
         widths.add(block.tokens.shape[1])
-        own.read(tree, cache)
+        model.read(tree, cache)
         cache.keep(None, torch.tensor([1]))
         assert len(cache._reads.trails) == 1 and len(cache._reads.marks) <= 1
     assert widths == {4} and int(cache.lengths) == 30
 
 
 @torch.inference_mode()
-def test_rows_move_with_their_states_and_empty_ones_begin_anew() -> None:
-    own = made("Mamba 1, whose scan is handed its state")
-    cache = own.new_cache(2, 32)
-    own.read(chain([1, 2, 3], [4, 5, 6]), cache)
+def test_rows_move_with_their_states_and_empty_ones_begin_again() -> None:
+    model = made("Mamba 1, whose scan is handed its state")
+    cache = model.new_cache(2, 32)
+    model.read(chain([1, 2, 3], [4, 5, 6]), cache)
     cache.keep(None, torch.tensor([3, 1]))
     cache.select([1])
     view = cache.rows(1, 2)
-    own.read(chain([1, 2]), view)
+    model.read(chain([1, 2]), view)
     view.keep(None, torch.tensor([2]))
-    logits = own.read(chain([7], [7]), cache).logits[:, -1]
+    logits = model.read(chain([7], [7]), cache).logits[:, -1]
     for row, text in enumerate(([4, 7], [1, 2, 7])):
-        agrees(logits[row], own, text)
+        agrees(logits[row], model, text)
 
 
 @torch.inference_mode()
 def test_no_row_waits_longer_than_a_block() -> None:
-    """A draft is cut to what fits behind what waits; a row that fills the block moves on."""
-    own = made("states and keys in one layer")
-    cache, dice, most = own.new_cache(2, 512), torch.Generator().manual_seed(0), 0
+    """A draft is cut to what fits after what waits; a row that fills the block moves on."""
+    model = made("states and keys in one layer")
+    cache, dice, most = model.new_cache(2, 512), torch.Generator().manual_seed(0), 0
     assert isinstance(cache, StateCache)
     for _ in range(60):
         drafted = torch.randint(VOCAB, (2, 5), generator=dice)
         tree = cache.truncate_tree(TokenTree.chain(drafted))
-        own.read(tree, cache)
+        model.read(tree, cache)
         there = tree.present.sum(1)
         cache.keep(None, torch.minimum(there, 1 + torch.randint(5, (2,), generator=dice)))
         most = max(most, int(cache.waiting.max()))
@@ -202,17 +202,17 @@ def test_static_shapes_are_refused() -> None:
 @torch.inference_mode()
 def test_states_on_their_way_are_not_those_of_rows_that_moved() -> None:
     """Rows move between a read and what is kept of it: no row takes the states of another."""
-    own = made("gated delta net")
-    cache = own.new_cache(2, 64)
+    model = made("gated delta net")
+    cache = model.new_cache(2, 64)
     assert isinstance(cache, StateCache)
-    own.read(chain([1, 2], [3, 4]), cache)
+    model.read(chain([1, 2], [3, 4]), cache)
     cache.keep(None, torch.tensor([2, 2]))
-    own.read(chain([5], [6]), cache)
+    model.read(chain([5], [6]), cache)
     cache.select([1])
-    own.read(chain([6]), cache.rows(0, 1))
+    model.read(chain([6]), cache.rows(0, 1))
     cache.select([0, 0])
     assert not cache._reads.marks
     cache.keep(None, torch.tensor([1, 1]))
-    logits = own.read(chain([7], [8]), cache).logits[:, -1]
+    logits = model.read(chain([7], [8]), cache).logits[:, -1]
     for row, last in enumerate((7, 8)):
-        agrees(logits[row], own, [3, 4, 6, last])
+        agrees(logits[row], model, [3, 4, 6, last])

@@ -18,7 +18,7 @@ from draftproof.cli.app import main
 
 
 class Said(NamedTuple):
-    """What a command left behind."""
+    """What a command left."""
 
     code: int
     out: str
@@ -72,10 +72,10 @@ def refused(call: Callable[..., Said]) -> Callable[..., None]:
     that has all the words."""
 
     def run(*args: str, words: Sequence[str], notes: bool = False, code: int = 2) -> None:
-        said = call(*args)
-        assert said.code == code and said.out == "", said
-        *before, last = said.err.splitlines()
-        assert last.startswith("draftproof: ") and (notes or not before), said.err
+        answer = call(*args)
+        assert answer.code == code and answer.out == "", answer
+        *before, last = answer.err.splitlines()
+        assert last.startswith("draftproof: ") and (notes or not before), answer.err
         assert all(word in last for word in words), last
         assert "Errno" not in last and "Error:" not in last
 

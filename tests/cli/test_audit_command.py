@@ -48,8 +48,8 @@ def server(served: Path) -> Iterator[Server]:
         def do_POST(self) -> None:
             ask = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             code = 404 if ask["model"] != "tiny" else 200
-            said = {"choices": self.choices(ask)} if code == 200 else {"error": "no such model"}
-            answer = json.dumps(said).encode()
+            output = {"choices": self.choices(ask)} if code == 200 else {"error": "no such model"}
+            answer = json.dumps(output).encode()
             self.send_response(code)
             self.end_headers()
             self.wfile.write(b"<html>" if "no JSON" in sins else answer)
@@ -61,14 +61,14 @@ def server(served: Path) -> Iterator[Server]:
             for _ in range(ask["n"]):
                 text: list[int] = []
                 while len(text) < ask["max_tokens"] and 0 not in text:
-                    odds = row((*ask["prompt"], *text), temperature)
-                    text.append(int(dice.choice(len(odds), p=odds / odds.sum())))
+                    probs = row((*ask["prompt"], *text), temperature)
+                    text.append(int(dice.choice(len(probs), p=probs / probs.sum())))
                 strings = [tokenizer.decode([token]) for token in text]
                 scores = None if "no logprobs" in sins else {"tokens": strings}
                 choices.append({"text": "".join(strings), "logprobs": scores})
             return choices
 
-        def log_message(self, *said: Any) -> None:
+        def log_message(self, *output: Any) -> None:
             """Say nothing."""
 
     httpd = HTTPServer(("127.0.0.1", 0), Handler)
@@ -86,11 +86,11 @@ def test_a_server(
     server.sins.clear()
     server.sins.add(sin)
     report = tmp_path / "audit.json"
-    said = call(
+    answer = call(
         "audit", "--endpoint", server.url, "--model", "tiny", "--reference", str(served),
         "--prompt", "Once", "--temperature", "0.6", "--samples", "2000", "--json", str(report),
     )  # fmt: skip
-    assert said.code == code and said.out.startswith("BIASED" if code else "UNBIASED"), said
+    assert answer.code == code and answer.out.startswith("BIASED" if code else "UNBIASED"), answer
     figures = json.loads(report.read_text())
     assert figures["verdict"] == ("biased" if code else "unbiased") and figures["samples"] == 2000
     assert all(check["control"] for check in figures["checks"])
@@ -103,8 +103,8 @@ def test_a_server_without_logprobs_is_judged_by_one_token(
     server.sins.add("no logprobs")
     ask = ("audit", "--endpoint", server.url, "--model", "tiny", "--reference", str(served))
     ask += ("--prompt", "Once", "--samples", "1000")
-    said = call(*ask)
-    assert said.code == 2 and "--length 1" in said.err
+    answer = call(*ask)
+    assert answer.code == 2 and "--length 1" in answer.err
     assert call(*ask, "--length", "1").code == 0
 
 
@@ -114,11 +114,11 @@ def test_the_command_line_with_a_function(
     source = "def sample(prompt, n, seed):\n    return [[7, 7]] * n\n"
     (tmp_path / "my_engine.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    said = call("audit", "--python", "my_engine:sample", "--model", str(served), "--samples", "999")
-    assert said.code == 1 and said.out.startswith("BIASED")
+    out = call("audit", "--python", "my_engine:sample", "--model", str(served), "--samples", "999")
+    assert out.code == 1 and out.out.startswith("BIASED")
     (tmp_path / "broken_engine.py").write_text("def sample(*given):\n    raise ValueError('boom')")
-    said = call("audit", "--python", "broken_engine:sample", "--model", str(served))
-    assert said.code == 2 and "boom" in said.err, "1 always means biased"
+    out = call("audit", "--python", "broken_engine:sample", "--model", str(served))
+    assert out.code == 2 and "boom" in out.err, "1 always means biased"
 
 
 NOBODY = ("--endpoint", "http://127.0.0.1:9")
@@ -150,7 +150,7 @@ def test_usage_is_one_sentence_and_exit_code_2(
 ) -> None:
     server.sins.clear()
     known = {"SERVED": str(served), "SERVER": server.url}
-    said = call("audit", *(known.get(option, option) for option in options))
-    lines = said.err.splitlines()
-    assert said.code == 2 and said.out == "" and words in said.err, said
+    answer = call("audit", *(known.get(option, option) for option in options))
+    lines = answer.err.splitlines()
+    assert answer.code == 2 and answer.out == "" and words in answer.err, answer
     assert len(lines) == 1 and lines[0].startswith("draftproof: ")

@@ -73,9 +73,9 @@ def test_rows_come_in_order_and_resume_after_interruption(
 
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "run", interrupted)
-        said = call(*args(target, rows, broken))
+        answer = call(*args(target, rows, broken))
     written = texts(broken)
-    assert said.code == 130 and f"with 8 of {len(ROWS)} rows done" in said.err.splitlines()[-1]
+    assert answer.code == 130 and f"with 8 of {len(ROWS)} rows done" in answer.err.splitlines()[-1]
     assert len(written) == 8 and set(written) < set(texts(whole)) and written != sorted(written)
     with broken.open("a") as file:
         file.write('{"index": 11, "input_sha')                  # a line that was being written
@@ -98,9 +98,9 @@ def test_rows_of_other_engines_are_understood(call: Call, target: str, tmp_path:
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows.write_text("\n".join(map(json.dumps, same)))
     assert call("run", target, "--prompts", str(rows), "--out", str(out)).code == 0
-    found = read(out)
-    assert {row["text"] for row in found} == {found[0]["text"]} and found[0]["tokens"] == 6
-    assert found[4]["custom_id"] == "c"
+    result = read(out)
+    assert {row["text"] for row in result} == {result[0]["text"]} and result[0]["tokens"] == 6
+    assert result[4]["custom_id"] == "c"
 
 
 def test_results_that_are_there_are_never_overwritten(
@@ -154,15 +154,15 @@ def test_a_bad_row_does_not_stop_the_others(call: Call, target: str, tmp_path: P
     lines = [line for text in BAD for line in (text, '{"prompt": "fine"}')]
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
-    said = call("run", target, "--prompts", str(rows), "--out", str(out))
-    assert said.code == 1
+    answer = call("run", target, "--prompts", str(rows), "--out", str(out))
+    assert answer.code == 1
     last = f"draftproof: {len(BAD)} of {2 * len(BAD)} rows could not be completed"
-    assert said.err.splitlines()[-1].startswith(last)
-    found = read(out)
-    assert [row["index"] for row in found] == list(range(2 * len(BAD)))
-    for row, reason in zip(found[::2], BAD.values(), strict=True):
+    assert answer.err.splitlines()[-1].startswith(last)
+    result = read(out)
+    assert [row["index"] for row in result] == list(range(2 * len(BAD)))
+    for row, reason in zip(result[::2], BAD.values(), strict=True):
         assert reason in row["error"], row
-    assert {row["text"] for row in found[1::2]} == {found[1]["text"]}
+    assert {row["text"] for row in result[1::2]} == {result[1]["text"]}
 
 
 def test_two_processes_do_not_write_one_output(
@@ -181,17 +181,17 @@ def test_a_full_disk_loses_nothing(
     out, count = tmp_path / "out.jsonl", [0]
     as_row = Batch._row
 
-    def full(self: Batch, *given: Any) -> bytes:
+    def full(self: Batch, *inputs: Any) -> bytes:
         count[0] += 1
         if count[0] == 4:
             raise OSError(28, "No space left on device")
-        return as_row(self, *given)
+        return as_row(self, *inputs)
 
     with monkeypatch.context() as patch:
         patch.setattr(Batch, "_row", full)
-        said = call(*args(target, rows, out))
-    assert said.code == 1 and "No space left on device" in said.err.splitlines()[-1]
-    assert "3 of 13 rows were done" in said.err and len(read(out)) == 3
+        answer = call(*args(target, rows, out))
+    assert answer.code == 1 and "No space left on device" in answer.err.splitlines()[-1]
+    assert "3 of 13 rows were done" in answer.err and len(read(out)) == 3
     assert call(*args(target, rows, out)).code == 0 and len(read(out)) == len(ROWS)
 
 

@@ -16,7 +16,7 @@ SHORT = ("--new-tokens", "6", "--rounds", "1")
 
 
 @pytest.fixture(scope="module")
-def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("prompts") / "some.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": "Lily and Tom"}, {"text": "The sun"},
                                   {"turns": ["One day", "Two days"]}, {"prompt": "word " * 300}]
@@ -25,28 +25,28 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_everything_at_once(
-    call: Call, target: str, draft: str, some: Path, tmp_path: Path
+    call: Call, target: str, draft: str, prompts_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "b.json"
-    said = call(
+    answer = call(
         "bench", target, "--drafter", "prompt-lookup", "--assistant-model", draft, "--prompts",
-        str(some), "--batch", "1,2", "--temperature", "0,0.7",
+        str(prompts_file), "--batch", "1,2", "--temperature", "0,0.7",
         "--max-draft-tokens", "3", *SHORT, "--json", str(out),
         "--plot", str(tmp_path / "b.png"))
-    assert said.code == 0, said.err
+    assert answer.code == 0, answer.err
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     for name in ("plain", "prompt-lookup", "T = 0.7, batch 2", "3 of the 4"):
-        assert name in said.out
-    found = json.loads(out.read_text())
-    assert len(found["figures"]) == 3 * 4
-    assert all(one["same"] == one["texts"] > 0 for one in found["figures"])
+        assert name in answer.out
+    report = json.loads(out.read_text())
+    assert len(report["figures"]) == 3 * 4
+    assert all(figure["same"] == figure["texts"] > 0 for figure in report["figures"])
 
 
 def test_the_demo_brings_its_own_prompts_and_drafters(call: Call) -> None:
-    said = call("bench", *SHORT, "--limit", "1")
-    assert said.code == 0, said.err
+    answer = call("bench", *SHORT, "--limit", "1")
+    assert answer.code == 0, answer.err
     names = ("plain", "portfolio", "medusa", "redrafter", "demo-draft", "prompts of stories.jsonl")
-    assert all(name in said.out for name in names)
+    assert all(name in answer.out for name in names)
 
 
 def test_an_interrupt_shows_and_saves_what_was_measured(
@@ -62,15 +62,15 @@ def test_an_interrupt_shows_and_saves_what_was_measured(
 
     monkeypatch.setattr(measure.Bench, "_trial", counted)
     out = tmp_path / "b.json"
-    given = ("--drafter", "prompt-lookup", "--new-tokens", "4", "--json", str(out))
-    said = call("bench", target, *given)
-    assert said.code == 130 and "prompt-lookup" in said.out
-    assert said.err.strip().endswith("interrupted after 5 of 48 runs")
-    found = json.loads(out.read_text())
-    assert len(found["trials"]) == 5 and len(found["figures"]) == 2
+    inputs = ("--drafter", "prompt-lookup", "--new-tokens", "4", "--json", str(out))
+    answer = call("bench", target, *inputs)
+    assert answer.code == 130 and "prompt-lookup" in answer.out
+    assert answer.err.strip().endswith("interrupted after 5 of 48 runs")
+    report = json.loads(out.read_text())
+    assert len(report["trials"]) == 5 and len(report["figures"]) == 2
 
 
-@pytest.mark.parametrize(("given", "why"), [
+@pytest.mark.parametrize(("inputs", "why"), [
     (("--batch", "0"), "batch was 0; it must be at least 1"),
     (("--batch", "1,x"), "batch was '1,x'"), (("--temperature", "-1"), "temperature was '-1'"),
     (("--limit", "0"), "limit was 0"), (("--prompts", "/no/such/file"), "there is no file"),
@@ -80,6 +80,6 @@ def test_an_interrupt_shows_and_saves_what_was_measured(
     (("--new-tokens", "9999"), "no prompt leaves room"),
 ])
 def test_a_mistake_is_one_sentence(
-    refused: Call, target: str, given: tuple[str, ...], why: str
+    refused: Call, target: str, inputs: tuple[str, ...], why: str
 ) -> None:
-    refused("bench", target, *given, words=[why])
+    refused("bench", target, *inputs, words=[why])

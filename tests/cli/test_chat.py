@@ -27,10 +27,10 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_commands_answer_and_leave(call: Call, talker: str) -> None:
-    said = call("chat", talker, "--max-new-tokens", "3", stdin="/reset\n/hepl\nexit\nTom was")
-    assert said.code == 0 and said.out == ""
-    assert "the conversation is forgotten" in said.err and "no command /hepl" in said.err
-    assert "--system" in said.err and "talker" in said.err
+    answer = call("chat", talker, "--max-new-tokens", "3", stdin="/reset\n/hepl\nexit\nTom was")
+    assert answer.code == 0 and answer.out == ""
+    assert "the conversation is forgotten" in answer.err and "no command /hepl" in answer.err
+    assert "--system" in answer.err and "talker" in answer.err
 
 
 def test_a_path_is_text() -> None:

@@ -42,7 +42,7 @@ def command(name: str, model: str, folder: Path, *options: str) -> list[str]:
     rows, out = folder / "rows.jsonl", folder / "out.jsonl"
     rows.write_text('{"prompt": "One day"}\n{"prompt": "The sun was"}\n')
     few = ("--max-new-tokens", "4")
-    given: dict[str, Sequence[str]] = {
+    inputs: dict[str, Sequence[str]] = {
         "run": ("run", model, "-p", "One day", *few),
         "batch": ("run", model, "--prompts", str(rows), "--out", str(out), *few),
         "bench": ("bench", model, "--prompts", str(rows), "--limit", "1", "--new-tokens", "4",
@@ -50,17 +50,17 @@ def command(name: str, model: str, folder: Path, *options: str) -> list[str]:
         "prove": ("prove", model, "--section", "bits", "--quick"),
         "doctor": ("doctor", model),
     }
-    return [*given[name], *options]
+    return [*inputs[name], *options]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_drafts_and_quantises(
     call: Call, target: str, tmp_path: Path, name: str
 ) -> None:
-    said = call(*command(name, target, tmp_path, "--drafter", "self-int8", *INT8))
-    assert said.code == 0, said.err
+    answer = call(*command(name, target, tmp_path, "--drafter", "self-int8", *INT8))
+    assert answer.code == 0, answer.err
     if name in ("bench", "doctor"):
-        assert "KV cache: " in said.out and "mean KL" in " ".join(said.out.split())
+        assert "KV cache: " in answer.out and "mean KL" in " ".join(answer.out.split())
 
 
 @pytest.mark.parametrize("drafter", [
@@ -68,8 +68,8 @@ def test_every_command_drafts_and_quantises(
     "redrafter+suffix", "self-int4", "demo-draft",
 ])  # fmt: skip
 def test_every_drafter_is_known(call: Call, tmp_path: Path, drafter: str) -> None:
-    said = call(*command("run", "demo", tmp_path, "--drafter", drafter))
-    assert said.code == 0, said.err
+    answer = call(*command("run", "demo", tmp_path, "--drafter", drafter))
+    assert answer.code == 0, answer.err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -85,14 +85,14 @@ def test_every_command_refuses_in_one_sentence(
 
 
 def test_what_quantising_cost_is_in_every_json(call: Call, target: str, tmp_path: Path) -> None:
-    found = json.loads(call("doctor", target, "--json", *INT8).out)
+    report = json.loads(call("doctor", target, "--json", *INT8).out)
     run = json.loads(call(*command("run", target, tmp_path, "--json", *INT8)).out)
     file = tmp_path / "found.json"
-    told = [found["quantised"], run["settings"]["quantised"]]
+    told = [report["quantised"], run["settings"]["quantised"]]
     for name in ("bench", "prove"):
         call(*command(name, target, tmp_path, "--drafter", "suffix", "--json", str(file), *INT8))
         told.append(json.loads(file.read_text())["about"]["quantised"])
-    assert all("int8" in str(one) and "KV cache" in str(one) for one in told)
+    assert all("int8" in str(commit) and "KV cache" in str(commit) for commit in told)
 
 
 @pytest.mark.parametrize("command", [
@@ -102,9 +102,9 @@ def test_what_quantising_cost_is_in_every_json(call: Call, target: str, tmp_path
 def test_what_knows_no_encoder_says_so(call: Call, command: str, tmp_path: Path) -> None:
     (texts := tmp_path / "texts.jsonl").write_text(json.dumps({"text": "Lily and Tom"}))
     places = {"model": save_translator(tmp_path / "t5"), "texts": texts, "out": tmp_path / "out"}
-    said = call(*command.format(**places).split())
+    out = call(*command.format(**places).split())
     known = "is an encoder-decoder", "does not run as a causal language model"
-    assert said.code and any(word in said.err for word in known) and "Traceback" not in said.err
+    assert out.code and any(word in out.err for word in known) and "Traceback" not in out.err
 
 
 def test_a_conversation(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ def test_a_conversation(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Target, "read", counting)
     first, second = "Lily had a red ball. " * 20, "Tom wants it."
     options = ["--drafter", "none", "--max-new-tokens", "12"]
-    said = call("chat", str(model), *options, stdin=f"{first}\n{second}\n/stats\n/reset\n{second}")
-    assert said.code == 0 and "tokens" in said.err
+    out = call("chat", str(model), *options, stdin=f"{first}\n{second}\n/stats\n/reset\n{second}")
+    assert out.code == 0 and "tokens" in out.err
     used = sum(nodes)
     engine = dp.load(str(model), drafter="none")
     turns, wanted = [{"role": "user", "content": first.strip()}], ""
@@ -132,7 +132,7 @@ def test_a_conversation(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         wanted += answer
         turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": last}]
     wanted += engine.generate([{"role": "user", "content": second}], max_new_tokens=12)[0].text
-    assert "".join(said.out.split()) == "".join(wanted.split())
+    assert "".join(out.out.split()) == "".join(wanted.split())
     once = len(engine.codec.encode(first))
     assert once > 100 and (used < 2 * once or not engine.target.ragged_batches)
 
@@ -159,22 +159,22 @@ def test_demo_tells_a_story_and_measures_every_drafter(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "TOKENS", 6)
-    said = call("demo")
-    assert said.code == 0, said.err
-    assert demo.OPENINGS[0] in said.out and "4 stories" in said.out
+    answer = call("demo")
+    assert answer.code == 0, answer.err
+    assert demo.OPENINGS[0] in answer.out and "4 stories" in answer.out
     for drafter in ("plain", "portfolio", "medusa", "redrafter", "demo-draft"):
-        assert said.out.count(f"  {drafter} ") == 2
-    tables = said.out[said.out.index("stories of") :]
+        assert answer.out.count(f"  {drafter} ") == 2
+    tables = answer.out[answer.out.index("stories of") :]
     assert max(len(line) for line in tables.splitlines()) <= 80
-    assert "draftproof run MODEL" in said.out.splitlines()[-1]
+    assert "draftproof run MODEL" in answer.out.splitlines()[-1]
 
 
 def test_doctor_promises_in_words_and_in_json(call: Call, target: str) -> None:
-    said = call("doctor", target)
-    assert said.code == 0 and "Promise for this model on this machine" in said.out
-    found = json.loads(call("doctor", target, "--json").out)
-    assert {"versions", "device", "memory", "promise", "same bits", "layers"} <= found.keys()
-    assert found["dtype"] == "float32" and found["promise"] in said.out
-    differ = found["other bits"].values()           # none on some processors
+    answer = call("doctor", target)
+    assert answer.code == 0 and "Promise for this model on this machine" in answer.out
+    report = json.loads(call("doctor", target, "--json").out)
+    assert {"versions", "device", "memory", "promise", "same bits", "layers"} <= report.keys()
+    assert report["dtype"] == "float32" and report["promise"] in answer.out
+    differ = report["other bits"].values()           # none on some processors
     gap = f"logits differ by up to {max(differ):.1g}" if differ else "none"
-    assert gap in " ".join(said.out.split())
+    assert gap in " ".join(answer.out.split())

@@ -55,8 +55,8 @@ def test_every_user_mistake_is_one_sentence(
 ) -> None:
     (binary := tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
     (rows := tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    given = shlex.split(options.format(binary=binary, rows=rows))
-    refused("run", target, *given, words=[MISTAKES[options]])
+    words = shlex.split(options.format(binary=binary, rows=rows))
+    refused("run", target, *words, words=[MISTAKES[options]])
 
 
 def test_a_port_in_use_is_one_sentence(refused: Call, target: str) -> None:
@@ -93,8 +93,8 @@ def test_mistakes_are_found_before_anything_is_loaded(
 ) -> None:
     (tmp_path / "smollm2-135m.gguf").touch()
     monkeypatch.delattr("draftproof.engine.load.build")
-    given = shlex.split(options.format(there=tmp_path))
-    refused("run", *given, words=FOUND_BEFORE_LOADING[options])
+    words = shlex.split(options.format(there=tmp_path))
+    refused("run", *words, words=FOUND_BEFORE_LOADING[options])
 
 
 def test_lack_of_memory_is_said_in_one_way(
@@ -119,5 +119,5 @@ def test_broken_weights_are_one_sentence(refused: Call, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", ["run", "run {} --no-such", "run {} --n many", "nonsense"])
 def test_wrong_usage_exits_with_2(call: Call, target: str, options: str) -> None:
-    said = call(*options.format(target).split())
-    assert said.code == 2 and "Traceback" not in said.err
+    answer = call(*options.format(target).split())
+    assert answer.code == 2 and "Traceback" not in answer.err

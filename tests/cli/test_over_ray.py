@@ -60,10 +60,10 @@ def test_a_killed_worker_loses_no_row_and_mistakes_are_told_as_here(
                 words=["there is no folder /no/such/folder"])
         methods = {"__init__": over_ray.Writer.__init__, "complete": fragile}
         monkeypatch.setattr(over_ray, "Writer", type("Writer", (), methods))
-        said = call(*args(target, rows, killed, "--ray", "2"))
+        answer = call(*args(target, rows, killed, "--ray", "2"))
     finally:
         ray.shutdown()
-    assert said.code == 0, said.err
+    assert answer.code == 0, answer.err
     rows_of = [list(map(json.loads, file.open())) for file in (whole, killed)]
-    texts = [[(row["index"], row["text"], row["settings"]) for row in one] for one in rows_of]
+    texts = [[(row["index"], row["text"], row["settings"]) for row in item] for item in rows_of]
     assert once.exists() and texts[0] == texts[1]

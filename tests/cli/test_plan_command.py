@@ -27,20 +27,21 @@ def test_a_plan_is_whole_and_a_run_begins_with_it(
     call: Call, target: str, draft: str, prompts: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
-    said = call("plan", target, "--prompts", prompts, "--assistant-model", draft, "--drafter",
+    answer = call("plan", target, "--prompts", prompts, "--assistant-model", draft, "--drafter",
                 "portfolio", "--batch", "1,2", "--temperature", "0,0.7", "--price-per-hour", "2",
                 "--json", str(file), "--plot", str(tmp_path / "plan.svg"), *SMALL)
-    assert said.code == 0, said.err
-    assert said.out.startswith("drafting ") and "cost" in said.out
+    assert answer.code == 0, answer.err
+    assert answer.out.startswith("drafting ") and "cost" in answer.out
     assert (tmp_path / "plan.svg").read_text("utf-8").startswith("<?xml")
-    found = json.loads(file.read_text())
-    assert {one["drafter"] for one in found["predictions"]} == {"none", "portfolio", draft}
-    for one in found["predictions"]:
-        assert one["low"] <= one["speed_up"] <= one["high"] and one["tokens_per_round"] >= 1
-        assert one["cost"] > 0 and one["memory"] > 0
-    assert {one["speed_up"] for one in found["predictions"] if one["drafter"] == "none"} == {1.0}
-    found["best"] |= {"drafter": draft, "speed_up": 2.0, "low": 1.5, "high": 2.5}
-    file.write_text(json.dumps(found))
+    report = json.loads(file.read_text())
+    assert {each["drafter"] for each in report["predictions"]} == {"none", "portfolio", draft}
+    for item in report["predictions"]:
+        assert item["low"] <= item["speed_up"] <= item["high"] and item["tokens_per_round"] >= 1
+        assert item["cost"] > 0 and item["memory"] > 0
+    assert {each["speed_up"] for each in report["predictions"]
+            if each["drafter"] == "none"} == {1.0}
+    report["best"] |= {"drafter": draft, "speed_up": 2.0, "low": 1.5, "high": 2.5}
+    file.write_text(json.dumps(report))
     run = ("run", target, "-p", "Once", "--max-new-tokens", "8", "--json")
     planned, plain = call(*run, "--plan", str(file)), call(*run, "--drafter", "none")
     assert planned.code == 0, planned.err
@@ -56,9 +57,9 @@ def test_logs_are_planned_for_a_machine_that_is_not_here(
     logs = tmp_path / "logs.jsonl"
     row = {"prompt": "Once upon a time", "completion": " there was a dog and a dog and a dog."}
     logs.write_text(json.dumps(row) + "\n")
-    said = call("plan", target, "--logs", str(logs), "--machine", "gaudi3")
-    assert said.code == 0, said.err
-    assert "gaudi3 by figures, not measured" in said.out
+    answer = call("plan", target, "--logs", str(logs), "--machine", "gaudi3")
+    assert answer.code == 0, answer.err
+    assert "gaudi3 by figures, not measured" in answer.out
 
 
 @pytest.mark.parametrize(("options", "why"), [

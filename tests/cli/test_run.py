@@ -66,11 +66,11 @@ def test_the_prompt_may_come_from_anywhere(
     marked.write_text("Once upon\n", encoding="utf-8-sig")     # with a byte order mark
     sources = (["Once upon"], ["-p", "Once upon"], ["--prompt-file", str(plain)],
                ["--prompt-file", str(marked)], ["-"])
-    said = [call("run", target, *source, "--max-new-tokens", "6", stdin="Once upon\n")
+    items = [call("run", target, *source, "--max-new-tokens", "6", stdin="Once upon\n")
             for source in sources]
-    assert {one.code for one in said} == {0} and len({one.out for one in said}) == 1
+    assert {item.code for item in items} == {0} and len({item.out for item in items}) == 1
     parts = r"6 tokens · [\d.]+ tokens/s · .*prefill .* draft .* verify .* decide"
-    assert re.match(parts, said[0].err) and said[0].err.count("\n") == 1
+    assert re.match(parts, items[0].err) and items[0].err.count("\n") == 1
     assert frozen[0] > 100_000
     assert "the prompt is empty" in call("run", target, "-", stdin=None).err, "a closed stdin"
 
@@ -90,33 +90,33 @@ def test_compare_says_how_fast_and_what_is_the_same(
     call: Call, target: str, draft: str, options: tuple[str, ...], word: str
 ) -> None:
     run = ("run", target, "-p", "Once", "--assistant-model", draft, "--max-new-tokens", "12")
-    said = call(*run, "--compare", *options).err
-    assert re.search(r"[\d.]+× as fast as plain decoding; the text ", said) and word in said
+    output = call(*run, "--compare", *options).err
+    assert re.search(r"[\d.]+× as fast as plain decoding; the text ", output) and word in output
 
 
 def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str) -> None:
-    said = call(
+    answer = call(
         "run", target, "-p", "Once", "--assistant-model", draft, "--max-new-tokens", "9",
         "--top-k", "5", "--temperature", "1", "--seed", "3", "--json", "--logprobs", "--compare",
     )  # fmt: skip
-    found = json.loads(said.out)
-    assert len(found["tokens"]) == len(found["logprobs"]) == 9
-    assert found["finish_reason"] == "length"
-    assert {"acceptance_by_position", "seconds", "tokens_per_round"} <= found["stats"].keys()
-    assert found["compare"]["identical"] is True
-    assert found["settings"]["sampling"]["top_k"] == 5
-    assert (found["settings"]["drafter"], found["settings"]["draft_tokens"]) == ("draft-model", 10)
+    got = json.loads(answer.out)
+    assert len(got["tokens"]) == len(got["logprobs"]) == 9
+    assert got["finish_reason"] == "length"
+    assert {"acceptance_by_position", "seconds", "tokens_per_round"} <= got["stats"].keys()
+    assert got["compare"]["identical"] is True
+    assert got["settings"]["sampling"]["top_k"] == 5
+    assert (got["settings"]["drafter"], got["settings"]["draft_tokens"]) == ("draft-model", 10)
 
 
-def test_a_trace_is_a_page_beside_the_same_text(call: Call, target: str, tmp_path: Path) -> None:
+def test_a_trace_is_a_page_next_to_the_same_text(call: Call, target: str, tmp_path: Path) -> None:
     run = ("run", target, "-p", "Once", "--max-new-tokens", "8")
     page = tmp_path / "trace.html"
     assert call(*run, "--trace", str(page)).out == call(*run).out != ""
     assert page.read_text("utf-8").startswith("<!doctype html>")
     for more, why in ((("--n", "2"), "--trace shows one text"), (("--json",), "shows one text"),
                       (("--trace", "/no/folder/t.html"), "there is no folder /no/folder")):
-        said = call(*run, "--trace", str(page), *more)
-        assert said.code == 2 and why in said.err
+        answer = call(*run, "--trace", str(page), *more)
+        assert answer.code == 2 and why in answer.err
 
 
 def test_samples_are_numbered(call: Call, target: str) -> None:
@@ -162,12 +162,12 @@ def test_lossy_is_said_and_its_distance_measured(
     told = re.compile(r"distance from the target's distribution: (\d\.\d\d) per token \(mean total")
     exact = ("--temperature", "0.5", "--max-new-tokens", "40", "--assistant-model", target)
     run, warm = ("run", target, "-p", "Once"), (*exact, "--lossy", "typical:0.001,0.3")
-    said = call(*run, *warm, "--compare")
-    assert said.code == 0 and float(told.findall(said.err)[0]) > 0
-    assert "neither the target's text nor its distribution" in said.err
-    found = json.loads(call(*run, *warm, "--json").out)
-    assert 0 < found["stats"]["distance_per_token"] < 1
-    assert found["settings"]["lossy"] == "typical:0.001,0.3"
+    answer = call(*run, *warm, "--compare")
+    assert answer.code == 0 and float(told.findall(answer.err)[0]) > 0
+    assert "neither the target's text nor its distribution" in answer.err
+    report = json.loads(call(*run, *warm, "--json").out)
+    assert 0 < report["stats"]["distance_per_token"] < 1
+    assert report["settings"]["lossy"] == "typical:0.001,0.3"
     assert "distance" not in call(*run, *exact).err
     greedy = (*run, "--assistant-model", target, "--max-new-tokens", "20")
     cold = call(*greedy, "--lossy", "typical")
@@ -206,8 +206,8 @@ def test_interrupt_keeps_what_was_written(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         first = process.stdout.read(20)
         process.send_signal(signal.SIGINT)
-        rest, said = process.stdout.read(), process.stderr.read().decode()
+        rest, output = process.stdout.read(), process.stderr.read().decode()
     assert process.returncode == 130
     assert len(first) == 20 and (first + rest).endswith(b"\n")
-    assert said.splitlines()[-1] == "draftproof: interrupted"
-    assert "Traceback" not in said
+    assert output.splitlines()[-1] == "draftproof: interrupted"
+    assert "Traceback" not in output

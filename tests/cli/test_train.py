@@ -34,11 +34,11 @@ def test_a_trained_head_decodes_the_targets_own_text(
     columns: int
 ) -> None:
     out = str(tmp_path / "heads")
-    said = call("train", method, target, "--data", texts, "--out", out, *SHORT, *options)
-    assert said.code == 0 and said.out == "", said
-    assert "4 steps" in said.err and "held out" in said.err
-    assert f"draftproof run {target} --drafter {out}" in said.err
-    title, *table = [line for line in said.err.splitlines() if line.startswith("   ")]
+    answer = call("train", method, target, "--data", texts, "--out", out, *SHORT, *options)
+    assert answer.code == 0 and answer.out == "", answer
+    assert "4 steps" in answer.err and "held out" in answer.err
+    assert f"draftproof run {target} --drafter {out}" in answer.err
+    title, *table = [line for line in answer.err.splitlines() if line.startswith("   ")]
     steps = [int(line.split()[0]) for line in table]
     assert title.count("token ") == columns and steps == [1, 2, 3, 4]
     words = ("run", target, "Once upon a time", "--max-new-tokens", "12")
@@ -50,9 +50,10 @@ def test_jointly_trained_heads_come_with_a_new_model(
     call: Call, target: str, texts: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
-    given = ("train", "medusa", target, "--data", texts, "--out", str(out := tmp_path / "both"))
-    said = call(*given, "--heads", "1", "--joint", *SHORT)
-    assert said.code == 0 and f"draftproof run {out}/model --drafter {out}/heads" in said.err, said
+    inputs = ("train", "medusa", target, "--data", texts, "--out", str(out := tmp_path / "both"))
+    answer = call(*inputs, "--heads", "1", "--joint", *SHORT)
+    assert answer.code == 0, answer
+    assert f"draftproof run {out}/model --drafter {out}/heads" in answer.err, answer
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -69,8 +70,8 @@ def test_jointly_trained_heads_come_with_a_new_model(
 def test_every_mistake_is_one_sentence(
     refused: Call, target: str, texts: str, tmp_path: Path, options: list[str], words: list[str]
 ) -> None:
-    given = ("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"))
-    refused(*given, *options, words=words, notes=True)
+    inputs = ("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"))
+    refused(*inputs, *options, words=words, notes=True)
 
 
 @pytest.mark.parametrize(("rows", "word"), [
@@ -81,15 +82,15 @@ def test_data_without_anything_to_learn_is_one_sentence(
     refused: Call, target: str, tmp_path: Path, rows: str, word: str
 ) -> None:
     (file := tmp_path / "rows.jsonl").write_text(rows)
-    given = ("train", "medusa", target, "--data", str(file), "--out", str(tmp_path / "out"))
-    refused(*given, words=[word], notes=True)
+    inputs = ("train", "medusa", target, "--data", str(file), "--out", str(tmp_path / "out"))
+    refused(*inputs, words=[word], notes=True)
 
 
 def test_what_is_missing_is_found_before_the_model_is_loaded(
     refused: Call, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (file := tmp_path / "file").write_text("")
-    given = ("train", "medusa", "/no/model", "--data", texts, "--out")
-    refused(*given, str(file / "out"), words=[str(file)])
+    inputs = ("train", "medusa", "/no/model", "--data", texts, "--out")
+    refused(*inputs, str(file / "out"), words=[str(file)])
     monkeypatch.setitem(sys.modules, "peft", None)
-    refused(*given, str(tmp_path / "out"), "--joint", words=["pip install peft"])
+    refused(*inputs, str(tmp_path / "out"), "--joint", words=["pip install peft"])

@@ -1,6 +1,6 @@
 """Acceptance by numbers: published vectors and the edges of the rules, one row at a time.
 
-That the rules write the target's law, in the whole engine, is enumerated in tests/verify.
+That the rules write the target's distribution, in the whole engine, is enumerated in tests/verify.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Recorder:
         return weights.argmax(-1)
 
 
-def laws(*rows: list[float]) -> Tensor:
+def distributions(*rows: list[float]) -> Tensor:
     return torch.tensor([rows], dtype=torch.float64)
 
 
 def chain(drafted: tuple[int, ...], *drawn_from: list[float]) -> TokenTree:
-    """Tokens behind root 0, and the law of each."""
+    """Tokens after root 0, and the distribution of each."""
     nothing = [0.0] * len(drawn_from[0])
-    return TokenTree.chain(torch.tensor([[0, *drafted]]), laws(nothing, *drawn_from))
+    return TokenTree.chain(torch.tensor([[0, *drafted]]), distributions(nothing, *drawn_from))
 
 
 @pytest.mark.parametrize(("token", "confidence", "residual"),
@@ -52,7 +52,8 @@ def chain(drafted: tuple[int, ...], *drawn_from: list[float]) -> TokenTree:
 def test_token_rule_vector(token: int, confidence: float, residual: list[float]) -> None:
     """p = [.5, .3, .2], q = [.2, .5, .3]: acceptance 1, .6, 2/3; the residual is token 0."""
     chance = Recorder(False)
-    accept_by_rejection(chain((token,), [0.2, 0.5, 0.3]), laws([0.5, 0.3, 0.2], [1, 0, 0]), chance)
+    targets = distributions([0.5, 0.3, 0.2], [1, 0, 0])
+    accept_by_rejection(chain((token,), [0.2, 0.5, 0.3]), targets, chance)
     assert chance.confidence == pytest.approx([confidence]) and chance.weights == residual
 
 
@@ -60,7 +61,7 @@ SAME = [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2
 MIXED = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]], [[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]
 
 
-@pytest.mark.parametrize(("given", "drafted", "coins", "confidence", "residual"), [
+@pytest.mark.parametrize(("inputs", "drafted", "coins", "confidence", "residual"), [
     (SAME, (0, 0), (False, False), [0, 0.25], [0, 1]),
     (SAME, (0, 1), (False, False), [0, 1], [0, 1]),
     (SAME, (1, 0), (False, False), [1, 0.5], [0, 1]),
@@ -71,16 +72,16 @@ MIXED = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]], [[0.2, 0.5, 0.3],
     (MIXED, (1, 1), (False, False), [0, 0.9], [1, 0, 0]),
     (MIXED, (1, 0), (False, False), [0, 0.15], [1, 0, 0]),
 ])  # fmt: skip
-def test_block_vectors(given, drafted, coins, confidence, residual) -> None:
+def test_block_vectors(inputs, drafted, coins, confidence, residual) -> None:
     chance = Recorder(*coins)
-    accept_by_block(chain(drafted, *given[1]), laws(*given[0]), chance)
+    accept_by_block(chain(drafted, *inputs[1]), distributions(*inputs[0]), chance)
     assert chance.confidence == pytest.approx(confidence)
     assert chance.weights == pytest.approx(residual)
 
 
 def mean_accepted(rule, targets: Tensor, drafts: Tensor) -> float:
-    """E[accepted] of chains of 2, by every draft and every way its coins may fall; laws [2, V, V]
-    are those behind each token."""
+    """E[accepted] of chains of 2, by every draft and every way its coins may fall; distributions
+    [2, V, V] are those after each token."""
     total, vocab = 0.0, drafts.shape[-1]
     for drafted in itertools.product(range(vocab), repeat=2):
         before = (0, *drafted)
@@ -90,35 +91,35 @@ def mean_accepted(rule, targets: Tensor, drafts: Tensor) -> float:
         for coins in itertools.product((False, True), repeat=2):
             chance = Recorder(*coins)
             accepted = int(rule(tree, p, chance).count) - 1
-            odds = [one if coin else 1 - one
-                    for coin, one in zip(coins, chance.confidence, strict=True)]
-            total += accepted * math.prod(odds) * float(q[0][drafted[0]] * q[1][drafted[1]])
+            probs = [item if coin else 1 - item
+                    for coin, item in zip(coins, chance.confidence, strict=True)]
+            total += accepted * math.prod(probs) * float(q[0][drafted[0]] * q[1][drafted[1]])
     return total
 
 
 def test_block_accepts_more_as_published() -> None:
     """Sun et al.: p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 by tokens, 11/9 by block; it
     never accepts less."""
-    example = (laws(*SAME[0][:2])[0], laws(*SAME[1])[0])
+    example = (distributions(*SAME[0][:2])[0], distributions(*SAME[1])[0])
     assert mean_accepted(accept_by_rejection, *example) == pytest.approx(10 / 9)
     assert mean_accepted(accept_by_block, *example) == pytest.approx(11 / 9)
     for seed in range(5):
         dice = torch.Generator().manual_seed(seed)
-        some = (1.5 * torch.randn(2, 3, 3, generator=dice, dtype=torch.float64)).softmax(-1)
-        by_token, by_block = (mean_accepted(rule, *some)
+        sample = (1.5 * torch.randn(2, 3, 3, generator=dice, dtype=torch.float64)).softmax(-1)
+        by_token, by_block = (mean_accepted(rule, *sample)
                               for rule in (accept_by_rejection, accept_by_block))
         assert by_block >= by_token - 1e-12
 
 
 @both
-def test_equal_laws_accept_everything(rule) -> None:
+def test_equal_distributions_accept_everything(rule) -> None:
     same = torch.tensor([[0.7, 0.3], [0.4, 0.6]], dtype=torch.float64)
     assert mean_accepted(rule, same, same) == pytest.approx(2)
 
 
 @both
 def test_a_ragged_row_is_as_its_shorter_chain(rule) -> None:
-    """Absent nodes, whatever their law holds (NaN too), change no coin and no residual."""
+    """Absent nodes, whatever their distribution holds (NaN too), change no coin and no residual."""
     dice = torch.Generator().manual_seed(3)
     for present, coins in itertools.product(range(4), itertools.product([False, True], repeat=3)):
         drawn, probs = torch.rand(2, 1, 4, 5, generator=dice, dtype=torch.float64).softmax(-1)
@@ -133,22 +134,23 @@ def test_a_ragged_row_is_as_its_shorter_chain(rule) -> None:
         assert not any(wide.confidence[present:])
 
 
-def test_nothing_left_of_the_draft_law_ends_a_family() -> None:
+def test_nothing_left_of_the_draft_distribution_ends_a_family() -> None:
     """Siblings beyond the support of q never stand, and what comes then is the residual, not q."""
     tree = TokenTree.shaped(torch.tensor([[0, 1, 2]]), TreeShape.branching((2,)),
-                            laws([0, 0, 0], [0, 1, 0], [0, 1, 0]))
+                            distributions([0, 0, 0], [0, 1, 0], [0, 1, 0]))
     chance = Recorder(False, True)
-    accepted = accept_by_rejection(tree, laws([0.5, 0.2, 0.3], [1, 0, 0], [1, 0, 0]), chance)
+    targets = distributions([0.5, 0.2, 0.3], [1, 0, 0], [1, 0, 0])
+    accepted = accept_by_rejection(tree, targets, chance)
     assert chance.confidence == pytest.approx([0.2, 0]) and int(accepted.count) == 1
     assert chance.weights == pytest.approx([0.625, 0, 0.375])
 
 
 @both
 def test_what_cannot_be_is_not_accepted(rule) -> None:
-    """p = 0 has odds 0, and the keyed coin is strict: at odds 0 it never falls (`u <= p` takes what
-    cannot be at u = 0, as in transformers)."""
+    """p = 0 has probabilities 0, and the keyed coin is strict: at probabilities 0 it never falls
+    (`u <= p` takes what cannot be at u = 0, as in transformers)."""
     chance = Recorder(False)
-    rule(chain((1,), [0.1, 0.8, 0.1]), laws([0.5, 0, 0.5], [1, 0, 0]), chance)
+    rule(chain((1,), [0.1, 0.8, 0.1]), distributions([0.5, 0, 0.5], [1, 0, 0]), chance)
     assert chance.confidence == [0]
     sampler = Sampler([SamplingParams(Sampling(temperature=1.0), 1)])
     root = torch.zeros(1, dtype=torch.int64)

@@ -1,6 +1,7 @@
-"""The noise: every bit is fixed by its key, streams are independent, and its laws are right.
+"""The noise: every bit is fixed by its key, streams are independent, and its distributions are
+right.
 
-The chi-square tests have fixed seeds, so they always say the same; by law one seed in a million
+The chi-square tests have fixed seeds, so they always say the same; by chance one seed in a million
 raises a false alarm. Rounds of whole texts with this noise are audited in tests/verify.
 """
 
@@ -22,9 +23,9 @@ ALARM = 1e-6
 SEEDS = [0, 1, -1, 2**31, -(2**31), 2**40 + 7, 2**63 - 1, -(2**63), 0xDEADBEEF]
 
 
-def surprise(counts: Tensor, law: Tensor) -> float:
-    """Chi-square p-value of `counts` under `law`."""
-    expected = law.double() * counts.sum()
+def surprise(counts: Tensor, distribution: Tensor) -> float:
+    """Chi-square p-value of `counts` under `distribution`."""
+    expected = distribution.double() * counts.sum()
     return float(chi2.sf(float(((counts - expected) ** 2 / expected).sum()), counts.numel() - 1))
 
 
@@ -63,17 +64,17 @@ def test_every_bit_is_that_of_whole_numbers(seed: int) -> None:
         (0, 1, 9), Role, (0, 1, 65_535, 65_537, 1_000_003), (0, 70_001)
     ):
         keys = noise.row_keys([seed], [sample])
-        found = noise.stream(keys, role, torch.tensor([[place]]), torch.tensor([[origin]]))[0, 0]
+        result = noise.stream(keys, role, torch.tensor([[place]]), torch.tensor([[origin]]))[0, 0]
         low, high = reference(seed, sample, role, place, origin)
-        assert [int(word) & 0xFFFFFFFF for word in found] == [low, high]
-        gumbel = noise.gumbel(found, 5)
+        assert [int(word) & 0xFFFFFFFF for word in result] == [low, high]
+        gumbel = noise.gumbel(result, 5)
         for token in range(5):
             bits = mix(mix(low ^ token * 0x9E3779B9 & 0xFFFFFFFF) + high & 0xFFFFFFFF) & 0x7FFFFFFF
             unit = min((bits + 0.5) / 2**31, 1 - 2.0**-24)
             wanted = -math.log(-math.log1p(-unit))
             assert float(gumbel[token]) == pytest.approx(wanted, rel=2e-5, abs=2e-5)
         coin = min(((mix(mix(low) + high & 0xFFFFFFFF) & 0x7FFFFFFF) + 0.5) / 2**31, 1 - 2.0**-24)
-        assert float(noise.uniform(found)) == pytest.approx(coin, abs=1e-7)
+        assert float(noise.uniform(result)) == pytest.approx(coin, abs=1e-7)
 
 
 def test_a_draw_does_not_depend_on_the_batch() -> None:
@@ -109,16 +110,17 @@ def test_the_race_is_a_draw_from_softmax_and_the_runner_up_one_of_the_rest(
 ) -> None:
     """argmax(scores + noise) over 200 000 draws, along seeds and along positions."""
     scores = torch.arange(12, dtype=torch.float64).sin() * sharpness
-    law = scores.softmax(-1)
+    distribution = scores.softmax(-1)
     for keyed in (streams(range(200_000), Role.TARGET, [77]),
                   streams([3], Role.DRAFT, range(200_000))):
         first, second = (scores + noise.gumbel(keyed, 12)).topk(2, -1).indices.unbind(-1)
         counts = torch.bincount(first.flatten(), minlength=12)
-        assert surprise(counts, law) > ALARM
+        assert surprise(counts, distribution) > ALARM
         other = (scores * 1.1 + torch.arange(12) * 0.01).softmax(-1)
         assert surprise(counts, other) < ALARM, "control"
         pairs = torch.bincount((first * 12 + second).flatten(), minlength=144)
-        wanted = (law[:, None] * law / (1 - law[:, None])).fill_diagonal_(0).flatten()
+        before = distribution[:, None]
+        wanted = (before * distribution / (1 - before)).fill_diagonal_(0).flatten()
         assert pairs[wanted == 0].sum() == 0
         assert surprise(pairs[wanted > 0], wanted[wanted > 0]) > ALARM
 
@@ -134,8 +136,8 @@ def test_streams_are_independent() -> None:
         keyed = noise.stream(keys, Role(role), places, torch.full_like(places, origin + 5))
         return noise.gumbel(keyed, 4)[..., token].flatten()
 
-    def correlation(one: Tensor, other: Tensor) -> float:
-        return float(torch.corrcoef(torch.stack([one, other]))[0, 1])
+    def correlation(tensor: Tensor, other: Tensor) -> float:
+        return float(torch.corrcoef(torch.stack([tensor, other]))[0, 1])
 
     def eighth(gumbel: Tensor) -> Tensor:
         return ((-(-gumbel.double()).exp()).exp() * 8).long().clamp(0, 7)

@@ -54,7 +54,7 @@ def test_a_pool_grows_into_the_tree_of_its_likeliest_nodes(nodes: int) -> None:
                          [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.7, 0.7, 0.7), (0.0, 0.3, 1.8)])
 def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> None:
     """To the bit: of equals the first; nothing where nothing is allowed or one logit is NaN."""
-    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
+    wants = [Sampling(temperature=value, seed=row) for row, value in enumerate(temperatures)]
     for trial, vocab in enumerate((1, 12, 16, 100, 4096, 4100)):
         tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
         paths = Paths(paths_of(TEXTS).prefix, tree)
@@ -62,33 +62,33 @@ def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> 
         logits[0, 1], logits[1, 2, vocab // 2], logits[2, 4, 1:], logits[2, 5] = (
             -torch.inf, torch.nan, -torch.inf, 1.0
         )
-        found, wanted = (sampler_of(*wants, ops=ops).sample(logits.bfloat16(), paths)
+        result, wanted = (sampler_of(*wants, ops=ops).sample(logits.bfloat16(), paths)
                          for ops in (CPU, TORCH))
-        assert torch.equal(found, wanted)
-        assert found[0, 1] == found[1, 2] == NO_TOKEN and (temperatures[2] or found[2, 5] == 0)
+        assert torch.equal(result, wanted)
+        assert result[0, 1] == result[1, 2] == NO_TOKEN and (temperatures[2] or result[2, 5] == 0)
 
 
 @pytest.mark.parametrize("vocab", [12, 100, 4096])
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.7, 0.7, 0.7), (0.0, 0.4, 1.8)])
 def test_the_best_are_those_of_the_race(temperatures: tuple[float, ...], vocab: int) -> None:
     """Tokens, their chances, and nothing where there is none; by a kernel where there is one."""
-    wants = [Sampling(temperature=heat, seed=row) for row, heat in enumerate(temperatures)]
+    wants = [Sampling(temperature=value, seed=row) for row, value in enumerate(temperatures)]
     tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
     paths = Paths(paths_of(TEXTS).prefix, tree)
     logits = 4 * torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(1))
     logits[0, 1], logits[1, 2, 3], logits[2, 4, 2:] = -torch.inf, torch.nan, -torch.inf
     logits = logits.bfloat16()
     for first in (0, 3):
-        some = Paths(paths.prefix, tree, first)
+        few = Paths(paths.prefix, tree, first)
         asked = logits[:, first:]
-        found, wanted = (sampler_of(*wants, ops=ops).best(asked, some, 5) for ops in (CPU, TORCH))
-        torch.testing.assert_close(found[0].float(), wanted[0].float(), rtol=1e-4, atol=1e-4)
-        gumbel_logits = sampler_of(*wants).gumbel_logits(asked, some, Role.TARGET)
+        result, wanted = (sampler_of(*wants, ops=ops).best(asked, few, 5) for ops in (CPU, TORCH))
+        torch.testing.assert_close(result[0].float(), wanted[0].float(), rtol=1e-4, atol=1e-4)
+        gumbel_logits = sampler_of(*wants).gumbel_logits(asked, few, Role.TARGET)
         there = wanted[0] > -torch.inf
-        won, meant = gumbel_logits.gather(-1, found[1]), gumbel_logits.gather(-1, wanted[1])
+        won, meant = gumbel_logits.gather(-1, result[1]), gumbel_logits.gather(-1, wanted[1])
         # equals may come in any order
         torch.testing.assert_close(won[there], meant[there], rtol=1e-5, atol=1e-5)
-        assert all(len(set(row)) == 5 for row in found[1][there.all(-1)].tolist())
+        assert all(len(set(row)) == 5 for row in result[1][there.all(-1)].tolist())
 
 
 @pytest.mark.parametrize("count", [1, 8, 16, 17])
@@ -126,10 +126,10 @@ def test_the_cpu_accepts_what_matching_accepts() -> None:
         tree = TokenTree.likeliest(tokens, parents.clamp(min=0), confidence, 10, 9)
         target_tokens = torch.randint(-1, 4, tree.tokens.shape, generator=dice)
         target_tokens = torch.where(target_tokens == -1, NO_TOKEN, target_tokens)
-        found, wanted = (ops.run(accept_by_matching, tree, target_tokens) for ops in (CPU, TORCH))
-        assert torch.equal(found.count, wanted.count) and torch.equal(found.root, wanted.root)
-        assert torch.equal(found.nodes, wanted.nodes)
-        assert found.drafted is None or torch.equal(found.drafted, tree.drafted)
+        result, wanted = (ops.run(accept_by_matching, tree, target_tokens) for ops in (CPU, TORCH))
+        assert torch.equal(result.count, wanted.count) and torch.equal(result.root, wanted.root)
+        assert torch.equal(result.nodes, wanted.nodes)
+        assert result.drafted is None or torch.equal(result.drafted, tree.drafted)
 
 
 def test_accepted_tokens_are_appended_alike() -> None:
@@ -283,12 +283,12 @@ def test_suffixes_are_kept_and_found_alike() -> None:
     for name in ("text", "owners", "tags", "places", "counts"):
         # the last is for nothing
         assert torch.equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1])
-    for one, other in zip(drafters[0]._rows, drafters[1]._rows, strict=True):
-        assert torch.equal(one, other)
+    for item, other in zip(drafters[0]._rows, drafters[1]._rows, strict=True):
+        assert torch.equal(item, other)
 
 
 def read(dice: torch.Generator, tree: TokenTree, spoiled: bool) -> messages.Successors:
-    """What came out behind its nodes: the best of random logits, sure of them or not."""
+    """What came out after its nodes: the best of random logits, sure of them or not."""
     sure = 3 * torch.rand(*tree.tokens.shape, 1, generator=dice)
     logits = sure * torch.randn(*tree.tokens.shape, VOCAB, generator=dice)
     if spoiled:
@@ -322,7 +322,7 @@ def test_successors_are_kept_and_found_alike() -> None:
 
 
 def test_members_are_judged_and_merged_alike() -> None:
-    """Also by trees without odds, and while rows come and go."""
+    """Also by trees without probabilities, and while rows come and go."""
     dice = torch.Generator().manual_seed(6)
 
     class Silent(PromptLookup):

@@ -89,31 +89,32 @@ def test_presence_and_frequency_count_new_tokens_only() -> None:
         scores, wanted = random_logits(1, VOCAB), random_logits(1, VOCAB)
         for token in set(text[PROMPT:]):
             wanted[0, token] -= 0.7 + 0.3 * text[PROMPT:].count(token)
-        found = _filtered(Sampling(presence_penalty=0.7, frequency_penalty=0.3), text, scores)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+        result = _filtered(Sampling(presence_penalty=0.7, frequency_penalty=0.3), text, scores)
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-12)
 
 
 def test_rows_do_not_see_each_other() -> None:
-    """A batch with every kind of wish equals each row alone, in filters, laws and races."""
-    wants = [one[0] for one in ONE_EACH.values()] + [EVERYTHING, Sampling(),
+    """A batch with every kind of wish equals each row alone, in filters, distributions and
+    races."""
+    wants = [value[0] for value in ONE_EACH.values()] + [EVERYTHING, Sampling(),
                                                      replace(EVERYTHING, temperature=0.0, seed=4)]
     texts = [TEXTS[index % len(TEXTS)] for index in range(len(wants))]
     logits = random_logits(len(wants), 1, VOCAB)
     together = sampler_of(*wants, prompt_length=PROMPT, stop_tokens=(5, 9))
     paths = paths_of(texts)
     for row, want in enumerate(wants):
-        alone, own = (sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)),
+        alone, ours = (sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)),
                       paths_of([texts[row]]))
         for ask in ("filtered", "probs", "sample"):
-            found, wanted = (getattr(together, ask)(logits, paths)[row],
-                             getattr(alone, ask)(logits[row : row + 1], own)[0])
-            assert torch.equal(found, wanted), (ask, want)
+            result, wanted = (getattr(together, ask)(logits, paths)[row],
+                             getattr(alone, ask)(logits[row : row + 1], ours)[0])
+            assert torch.equal(result, wanted), (ask, want)
         gumbel_logits = together.gumbel_logits(logits, paths, Role.DRAFT)[row]
         assert torch.equal(gumbel_logits,
-                           alone.gumbel_logits(logits[row : row + 1], own, Role.DRAFT)[0])
+                           alone.gumbel_logits(logits[row : row + 1], ours, Role.DRAFT)[0])
 
 
-@pytest.mark.parametrize("want", [*(one[0] for one in ONE_EACH.values()), EVERYTHING],
+@pytest.mark.parametrize("want", [*(value[0] for value in ONE_EACH.values()), EVERYTHING],
                          ids=[*ONE_EACH, "everything"])
 def test_a_tree_node_is_processed_as_its_path(want: Sampling) -> None:
     """Penalties and bans see the node's own ancestors: a tree equals each path alone."""
@@ -125,20 +126,20 @@ def test_a_tree_node_is_processed_as_its_path(want: Sampling) -> None:
     logits = random_logits(2, len(shape), VOCAB)
     sampler = sampler_of(want, want, prompt_length=PROMPT, stop_tokens=(5, 9))
     for first in (0, 3):
-        found = sampler.filtered(logits[:, first:], Paths(paths_of(texts).prefix, tree, first))
+        result = sampler.filtered(logits[:, first:], Paths(paths_of(texts).prefix, tree, first))
         target_tokens = sampler.sample(logits[:, first:],
                                        Paths(paths_of(texts).prefix, tree, first))
         for row, node in itertools.product(range(2), range(first, len(shape))):
             path = [*texts[row][:-1], *tokens[row, tree.ancestors[row, node]].tolist()]
-            alone, own = (sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)),
+            alone, ours = (sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9)),
                           paths_of([path]))
             scores = logits[row, node].view(1, 1, -1)
-            torch.testing.assert_close(found[row, node - first], alone.filtered(scores, own)[0, 0],
-                                       rtol=0, atol=1e-12)
-            assert target_tokens[row, node - first] == alone.sample(scores, own)[0, 0]
+            filtered = alone.filtered(scores, ours)[0, 0]
+            torch.testing.assert_close(result[row, node - first], filtered, rtol=0, atol=1e-12)
+            assert target_tokens[row, node - first] == alone.sample(scores, ours)[0, 0]
 
 
-def test_scratch_behind_the_root_is_not_text() -> None:
+def test_scratch_after_the_root_is_not_text() -> None:
     paths = paths_of([[1, 2, 3]])
     dirty = paths_of([[1, 2, 3]])
     dirty.prefix.tokens[0, 3:] = 7
@@ -156,15 +157,15 @@ def test_user_processors_see_one_unpadded_prefix_at_a_time() -> None:
 
     tree = TokenTree.chain(torch.tensor([[3, 8, 9]]))
     logits = random_logits(1, 3, VOCAB)
-    found = sampler_of(Sampling(processors=[processor])).filtered(
+    result = sampler_of(Sampling(processors=[processor])).filtered(
         logits, paths_of([[1, 2, 3]], tree)
     )
     assert seen == [[1, 2, 3], [1, 2, 3, 8], [1, 2, 3, 8, 9]]
-    torch.testing.assert_close(found, logits + torch.tensor([3, 8, 9])[:, None])
+    torch.testing.assert_close(result, logits + torch.tensor([3, 8, 9])[:, None])
 
 
 def _filtered(want: Sampling, text: list[int], scores: Tensor) -> Tensor:
-    """[1, V] as our sampler processes the scores behind `text`."""
+    """[1, V] as our sampler processes the scores after `text`."""
     sampler = sampler_of(want, prompt_length=PROMPT, stop_tokens=(5, 9))
     return sampler.filtered(scores.view(1, 1, -1), paths_of([text]))[:, 0]
 
@@ -175,5 +176,5 @@ def test_a_banned_word_is_not_matched_before_the_text_begins(text: list[int]) ->
     words = [[7, 7, 7, 5], [0, 0, 4], [0, 0, 0, 0, 3], [7, 7, 2]]
     scores = random_logits(1, VOCAB)
     wanted = hf.NoBadWordsLogitsProcessor(words)(torch.tensor([text]), scores.clone())
-    found = _filtered(Sampling(banned_words=words), text, scores)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    result = _filtered(Sampling(banned_words=words), text, scores)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-12)

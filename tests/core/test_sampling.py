@@ -29,11 +29,12 @@ def test_greedy_ignores_warpers_and_noise() -> None:
                            torch.nn.functional.one_hot(logits.argmax(-1), VOCAB).double())
 
 
-def test_law_is_softmax_and_one_hot_where_greedy() -> None:
+def test_distribution_is_softmax_and_one_hot_where_greedy() -> None:
     logits = random_logits(2, 1, VOCAB)
-    law = sampler_of(Sampling(temperature=0.5), Sampling()).probs(logits, paths_of(TEXTS[:2]))
-    torch.testing.assert_close(law[0], (logits[0] / 0.5).softmax(-1))
-    assert law[1].max() == 1 and law[1].sum() == 1
+    sampler = sampler_of(Sampling(temperature=0.5), Sampling())
+    distribution = sampler.probs(logits, paths_of(TEXTS[:2]))
+    torch.testing.assert_close(distribution[0], (logits[0] / 0.5).softmax(-1))
+    assert distribution[1].max() == 1 and distribution[1].sum() == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -48,8 +49,8 @@ def test_nothing_can_be_picked(temperature: float, broken: str) -> None:
     sampler = sampler_of(want, everything if broken == "banned" else want)
     target_tokens = sampler.sample(logits, paths_of(TEXTS[:2]))
     assert target_tokens[0] != NO_TOKEN and target_tokens[1] == NO_TOKEN
-    law = sampler.probs(logits, paths_of(TEXTS[:2]))
-    assert law[0].isfinite().all() and law[1].isnan().any()
+    distribution = sampler.probs(logits, paths_of(TEXTS[:2]))
+    assert distribution[0].isfinite().all() and distribution[1].isnan().any()
 
 
 def test_ties_fall_to_the_lower_token() -> None:
@@ -60,9 +61,9 @@ def test_ties_fall_to_the_lower_token() -> None:
 
 
 def test_half_precision_logits_are_weighed_in_float32() -> None:
-    law = sampler_of(Sampling(temperature=1.3)).probs(random_logits(1, 1, VOCAB).bfloat16(),
-                                                      paths_of([[1]]))
-    assert law.dtype == torch.float32
+    logits = random_logits(1, 1, VOCAB).bfloat16()
+    distribution = sampler_of(Sampling(temperature=1.3)).probs(logits, paths_of([[1]]))
+    assert distribution.dtype == torch.float32
 
 
 def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
@@ -78,9 +79,9 @@ def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
         logits = torch.randn(3, 7, vocab, generator=torch.Generator().manual_seed(turn)).bfloat16()
         for paths in (Paths(prefix, tree),
                       Paths(prefix, TokenTree.chain(tree.tokens[:, :1].expand(-1, 1 + ahead)))):
-            said = logits[:, :1].expand(-1, 1 + ahead, -1) if paths.tree.is_chain else logits
-            assert torch.equal(kept.sample(said, paths),
-                               sampler_of(*wants, ops=TORCH).sample(said, paths))
+            output = logits[:, :1].expand(-1, 1 + ahead, -1) if paths.tree.is_chain else logits
+            assert torch.equal(kept.sample(output, paths),
+                               sampler_of(*wants, ops=TORCH).sample(output, paths))
         draft_sampling = kept.draft_sampling(prefix, ahead, vocab, 0.0)
         assert (draft_sampling is not None and draft_sampling.noise is not None
                 and draft_sampling.places is not None)
@@ -124,8 +125,8 @@ def test_unknown_wishes_are_refused() -> None:
 def test_whole_numbers_are_taken_as_the_floats_they_are() -> None:
     """A kernel that reads floats was handed the integer 1 as a temperature once."""
     names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    given = Sampling(**dict.fromkeys(names, 1))
-    assert all(type(getattr(given, name)) is float for name in names)
+    sampling = Sampling(**dict.fromkeys(names, 1))
+    assert all(type(getattr(sampling, name)) is float for name in names)
 
 
 def test_every_node_of_a_round_has_its_own_coin() -> None:

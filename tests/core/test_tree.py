@@ -156,7 +156,7 @@ def votes_of(shape: tuple[int, int, int], seed: int) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(paths: Tensor, votes: Tensor) -> dict[Text, float]:
-    """The odds of every beginning of one row's paths, the root left out."""
+    """The probabilities of every beginning of one row's paths, the root left out."""
     confidence: dict[Text, float] = {}
     for path, gives in zip(paths.tolist(), votes.tolist(), strict=True):
         for size in range(2, len(path) + 1):
@@ -168,11 +168,11 @@ def by_hand(paths: Tensor, votes: Tensor) -> dict[Text, float]:
 
 
 def assert_is_best(tree: TokenTree, row: int, confidence: dict[Text, float], nodes: int) -> None:
-    """It holds the `nodes - 1` likeliest of `confidence`, falling, each behind its parent."""
-    found, best = drafted(tree, row), sorted(confidence.values(), reverse=True)
-    assert len(found) == min(nodes - 1, len(confidence)) == int(tree.present[row].sum()) - 1
-    assert list(found.values()) == pytest.approx(best[: len(found)])
-    assert found == pytest.approx({text: confidence[text] for text in found})
+    """It holds the `nodes - 1` likeliest of `confidence`, falling, each after its parent."""
+    drafts, best = drafted(tree, row), sorted(confidence.values(), reverse=True)
+    assert len(drafts) == min(nodes - 1, len(confidence)) == int(tree.present[row].sum()) - 1
+    assert list(drafts.values()) == pytest.approx(best[: len(drafts)])
+    assert drafts == pytest.approx({text: confidence[text] for text in drafts})
     assert tree.parents[row, 0] == -1 and (tree.parents[row, 1:] >= 0).all()
     assert (tree.parents[row] < torch.arange(tree.tokens.shape[1])).all()
 
@@ -197,7 +197,8 @@ def test_what_votes_nothing_is_not_there_and_of_equals_the_parent_stays() -> Non
 
 @pytest.mark.parametrize("nodes", [1, 4, 9])
 def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
-    """Each text once, with the best of its odds; rows of other lengths, trees of other depths."""
+    """Each text once, with the best of its probabilities; rows of other lengths, trees of other
+    depths."""
     for seed in range(20):
         each = [votes_of((3, 4, depth), 100 * depth + seed) for depth in (3, 5, 2)]
         trees = [TokenTree.from_paths(paths, 8, votes) for paths, votes in each]
@@ -222,9 +223,9 @@ def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
             confidence = drafted(tree, row)
             worth = {text: sum(confidence[text[:size]] for size in range(1, len(text) + 1))
                      for text in confidence}
-            said = tuple(token for token in best.tokens[row].tolist() if token != ABSENT)
-            assert worth.get(said[1:], 0.0) == pytest.approx(max(worth.values(), default=0.0))
-            assert (best.tokens[row, len(said) :] == ABSENT).all()
+            output = tuple(token for token in best.tokens[row].tolist() if token != ABSENT)
+            assert worth.get(output[1:], 0.0) == pytest.approx(max(worth.values(), default=0.0))
+            assert (best.tokens[row, len(output) :] == ABSENT).all()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])

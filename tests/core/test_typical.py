@@ -33,13 +33,13 @@ class Fixed:
         return self.tokens
 
 
-@pytest.mark.parametrize(("law", "entropy", "threshold"),
+@pytest.mark.parametrize(("distribution", "entropy", "threshold"),
                          [((0.5, 0.3, 0.2), 1.029623, 0.09), ((0.25,) * 4, 1.386254, 0.075003),
                           ((0.97, 0.02, 0.01), 0.153808, 0.09)])
 def test_thresholds_are_those_of_the_original(
-    law: tuple[float, ...], entropy: float, threshold: float
+    distribution: tuple[float, ...], entropy: float, threshold: float
 ) -> None:
-    p = torch.tensor(law, dtype=torch.float64)
+    p = torch.tensor(distribution, dtype=torch.float64)
     assert float(Typical().threshold(p)) == pytest.approx(threshold, abs=5e-7)
     unbounded = Typical(epsilon=0.999999, delta=0.3).threshold(p)  # the entropy alone decides
     assert float(unbounded) == pytest.approx(0.3 * torch.tensor(-entropy).exp().item(), abs=5e-7)
@@ -57,7 +57,7 @@ SURE, SPREAD, FLAT = (0.0, 0.9, 0.1), (0.4, 0.3, 0.3), (0.0, 0.0, 1.0)
 ROOT, RIGHT = (0.2, 0.5, 0.3), (0.1, 0.1, 0.8)
 
 
-@pytest.mark.parametrize(("tokens", "shape", "laws", "path", "distance"), [
+@pytest.mark.parametrize(("tokens", "shape", "distributions", "path", "distance"), [
     pytest.param([0, 1, 2, 2], ["0", "1", "10"], [SURE, SURE, SPREAD, SURE], [0, 2, 3],
                  [0.9, 0.7, 0], id="the longest wins over the likelier"),
     pytest.param([0, 1, 2, 0, 2], ["0", "1", "00", "10"], [ROOT, SPREAD, RIGHT, ROOT, ROOT],
@@ -65,33 +65,33 @@ ROOT, RIGHT = (0.2, 0.5, 0.3), (0.1, 0.1, 0.8)
     pytest.param([0, ABSENT, 0, 2], ["0", "1", "10"], [FLAT] * 4, [0], [0, 0, 0],
                  id="absent and orphaned nodes never stand"),
 ])  # fmt: skip
-def test_paths(tokens, shape, laws, path, distance) -> None:
+def test_paths(tokens, shape, distributions, path, distance) -> None:
     tree = TokenTree.shaped(torch.tensor([tokens]), TreeShape.from_digits(shape))
-    probs = torch.tensor([laws], dtype=torch.float64)
-    found = accept_by_typicality(tree, probs, Fixed(torch.tensor([0])), Typical())
-    assert found.nodes[0, : int(found.count)].tolist() == path
-    assert found.distance is not None and found.distance[0].tolist() == pytest.approx(distance)
+    probs = torch.tensor([distributions], dtype=torch.float64)
+    result = accept_by_typicality(tree, probs, Fixed(torch.tensor([0])), Typical())
+    assert result.nodes[0, : int(result.count)].tolist() == path
+    assert result.distance is not None and result.distance[0].tolist() == pytest.approx(distance)
 
 
 @pytest.mark.parametrize("shape", [TreeShape.chain(3), TreeShape.branching((2, 2, 1))], ids=len)
-def test_on_one_hot_laws_it_is_the_greedy_rule(shape: TreeShape) -> None:
+def test_on_one_hot_distributions_it_is_the_greedy_rule(shape: TreeShape) -> None:
     dice, rows, nodes = torch.Generator().manual_seed(0), 200, len(shape)
     tree = TokenTree.shaped(torch.randint(3, (rows, nodes), generator=dice), shape)
     chosen = torch.randint(3, (rows, nodes), generator=dice)
     exact: Accepted = accept_by_matching(tree, chosen)
-    laws = torch.nn.functional.one_hot(chosen, 3).double()
+    distributions = torch.nn.functional.one_hot(chosen, 3).double()
     strict = Typical(epsilon=0.9999, delta=50.0)
-    ours = accept_by_typicality(tree, laws, Fixed(exact.root), strict)
+    ours = accept_by_typicality(tree, distributions, Fixed(exact.root), strict)
     assert torch.equal(ours.count, exact.count) and len(exact.count.unique()) > 1
     for row, count in enumerate(exact.count.tolist()):      # siblings may have the same token
-        found, wanted = (tree.tokens[row, one.nodes[row, :count]] for one in (ours, exact))
-        assert torch.equal(found, wanted)
+        result, wanted = (tree.tokens[row, item.nodes[row, :count]] for item in (ours, exact))
+        assert torch.equal(result, wanted)
     assert ours.distance is not None and not ours.distance.any()
 
 
 def test_the_root_is_the_targets_even_if_the_draft_knew_its_noise() -> None:
     """Drafts that race with the noise of the target's choice: where they are turned down the next
-    token still has its law.
+    token still has its distribution.
 
     The control takes the target's own choice there, which the draft has looked at: it must be seen.
     """
@@ -117,7 +117,7 @@ def chance_of(tokens: Tensor, logits: Tensor) -> float:
     return float(chi2.sf(float(((seen - expected) ** 2 / expected).sum()), len(expected) - 1))
 
 
-def test_the_law_judged_is_that_of_the_rows_own_sampling() -> None:
+def test_the_distribution_judged_is_that_of_the_rows_own_sampling() -> None:
     """Temperature and filters come before the threshold: a token they forbid cannot stand."""
     logits = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64).expand(3, 2, 3)
     params = (Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2),

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of drafters in their published layouts, pieces of a forward, and the law that
+"""Tiny checkpoints of drafters in their published layouts, pieces of a forward, and the rule that
 every such drafter keeps.
 
 Nothing here uses the package's own layers: rotation, norms and attention are written out.
@@ -37,20 +37,20 @@ def deep() -> Any:
     return target(**DEEP)
 
 
-def no_text_changes(drafter: Drafter, temperature: float, own: Any = None) -> None:
+def no_text_changes(drafter: Drafter, temperature: float, ours: Any = None) -> None:
     """Whatever the rule and the budget; sampled text is the same under the matching rule alone."""
     asked, want = prompts(6, seed=4), Sampling(temperature, seed=3, repetition_penalty=1.1)
     options: dict[str, Any] = {"max_new_tokens": 20, "sampling": want}
-    wanted = texts(Engine(own or deep()), asked, **options)
+    wanted = texts(Engine(ours or deep()), asked, **options)
     for rule in RULES if temperature == 0 else ("match",):
         for budget in (drafting.Fading(9), None) if rule == "match" else (4,):
-            engine = Engine(own or deep(), Watch(drafter), acceptance=rule, budget=budget)
+            engine = Engine(ours or deep(), Watch(drafter), acceptance=rule, budget=budget)
             assert texts(engine, asked, **options, batch_size=4) == wanted, rule
 
 
-def keeps_the_text(drafter: Drafter, own: Any = None) -> None:
+def keeps_the_text(drafter: Drafter, ours: Any = None) -> None:
     """Greedy under every rule, and drawn under the rule by which sampled text stays the same."""
-    asked, target_ = prompts(3, seed=4), own or deep()
+    asked, target_ = prompts(3, seed=4), ours or deep()
     for temperature, rules in ((0.0, RULES), (0.8, ("match",))):
         options: dict[str, Any] = {"max_new_tokens": 9, "sampling": Sampling(temperature, seed=3)}
         wanted = texts(Engine(target_), asked, **options)
@@ -65,9 +65,9 @@ def keeps_the_text(drafter: Drafter, own: Any = None) -> None:
 
 def proposal(drafter: Any, text: list[int], budget: int = 5, **changed: Any) -> list[int]:
     """The chain that a drafter drafts after a text, of which it has observed all but the root."""
-    own = drafter.network.vocabulary
+    ours = drafter.network.vocabulary
     with torch.inference_mode():
-        states = own.read(TokenTree.chain(torch.tensor([text[:-1]])), own.new_cache(1, 64),
+        states = ours.read(TokenTree.chain(torch.tensor([text[:-1]])), ours.new_cache(1, 64),
                           hidden_layers=drafter.hidden_layers).hidden  # fmt: skip
         drafter.start(1, 64, drafting.CPU)
         drafter.observe(drafting.commit_of([0], [text[:-1]], states))
@@ -76,12 +76,12 @@ def proposal(drafter: Any, text: list[int], budget: int = 5, **changed: Any) -> 
 
 
 def drafted_logits(
-    own: Any, drafter: FeatureDrafter, text: list[int], drafted: list[int]
+    ours: Any, drafter: FeatureDrafter, text: list[int], drafted: list[int]
 ) -> list[Tensor]:
-    """What the drafter's own reads say behind a text and after each drafted token."""
+    """What the drafter's own reads say after a text and after each drafted token."""
     with torch.inference_mode():
         whole = TokenTree.chain(torch.tensor([text[:-1]]))
-        states = own.read(whole, own.new_cache(1, 64), hidden_layers=drafter.hidden_layers).hidden
+        states = ours.read(whole, ours.new_cache(1, 64), hidden_layers=drafter.hidden_layers).hidden
         drafter.start(1, 64, drafting.CPU)
         drafter.observe(drafting.commit_of([0], [text[:-1]], states))
         read = drafter.reader(drafting.frontier_of([text], 6)).read
@@ -103,11 +103,11 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[st
 def layer_shapes(at: str, wide: int = 32, head_norms: bool = False) -> dict[str, Any]:
     """A decoder layer whose attention reads `wide` numbers."""
     names = {"q_proj": (32, wide), "k_proj": (16, wide), "v_proj": (16, wide), "o_proj": (32, 32)}
-    found: dict[str, Any] = {f"self_attn.{name}": shape for name, shape in names.items()}
-    found |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm") if head_norms else (), (8,))
-    found |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
-    found |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (32,))
-    return {f"{at}.{name}.weight": shape for name, shape in found.items()}
+    result: dict[str, Any] = {f"self_attn.{name}": shape for name, shape in names.items()}
+    result |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm") if head_norms else (), (8,))
+    result |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
+    result |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (32,))
+    return {f"{at}.{name}.weight": shape for name, shape in result.items()}
 
 
 def write(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Path:

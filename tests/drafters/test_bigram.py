@@ -48,7 +48,7 @@ def grown(
     table: Bigrams, logits: Tensor, nodes: int, shape: TreeShape | None = None, ops: Ops = CPU,
     temperature: float = 0.0,
 ) -> TokenTree:  # fmt: skip
-    """The tree behind three roots; the last row is greedy."""
+    """The tree after three roots; the last row is greedy."""
     wish = Sampling(temperature=temperature, seed=3)
     prefix = paths_of([[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5]]).prefix
     asked = Frontier(prefix, sampler_of(wish, wish, Sampling(), ops=ops), 99)
@@ -71,7 +71,7 @@ def test_gains_are_what_was_counted() -> None:
         assert len(counts) == int(named[first].sum()) and counts == sorted(counts, reverse=True)
 
 
-def test_only_the_commonest_are_kept_and_none_that_came_once() -> None:
+def test_only_the_most_common_are_kept_and_none_that_came_once() -> None:
     second = torch.cat([torch.full((2 + token,), token) for token in range(1, MOST + 50)])
     bigrams = Bigrams.counted(torch.zeros_like(second), second, MOST + 50)
     assert bigrams.tokens.tolist() == list(range(MOST + 49, 49, -1))
@@ -89,13 +89,15 @@ def test_a_tree_holds_the_likeliest_paths(bigrams: Bigrams, budget: int) -> None
     for row in range(ROWS):
         values: dict[tuple[int, ...], float] = {(): 0.0}
         for step in range(HEADS):
-            laws = (logits[row, step].log_softmax(-1) + WEIGHT * gains).log_softmax(-1).tolist()
+            scores = logits[row, step].log_softmax(-1) + WEIGHT * gains
+            distributions = scores.log_softmax(-1).tolist()
             for path in [path for path in values if len(path) == step]:
-                law = laws[path[-1] if path else int(tree.tokens[row, 0])]
-                values |= {(*path, token): values[path] + law[token] for token in range(VOCAB)}
+                distribution = distributions[path[-1] if path else int(tree.tokens[row, 0])]
+                values |= {(*path, token): values[path] + distribution[token]
+                           for token in range(VOCAB)}
         best = sorted((path for path in values if path), key=lambda path: -values[path])[:budget]
         assert drafted(tree, row).keys() == set(best)
-        chances = sorted((float(one) for one in tree.confidence[row, 1:].log()), reverse=True)
+        chances = sorted((float(item) for item in tree.confidence[row, 1:].log()), reverse=True)
         assert chances == pytest.approx([values[path] for path in best], abs=1e-6)
 
 
@@ -133,7 +135,7 @@ def test_bigrams_fit_the_target_or_are_refused() -> None:
 
 
 SHAPES = {"chain": TreeShape.chain(HEADS), "small": TreeShape(((0,), (2,), (2, 1), (2, 1, 0))),
-          "wide": TreeShape(tuple(one for one in CHOICES["mc_sim_7b_63"] if len(one) <= HEADS))}
+          "wide": TreeShape(tuple(item for item in CHOICES["mc_sim_7b_63"] if len(item) <= HEADS))}
 
 
 @needs_kernels
@@ -157,7 +159,7 @@ def test_c_drafts_what_torch_drafts(
         assert (ours.tokens != theirs.tokens).sum() <= 2
         return
     for row in range(ROWS):
-        one, other = (drafted(tree, row).keys() for tree in (ours, theirs))
-        assert len(one & other) >= len(other) - (nodes > 3)     # the last may be a near tie
+        item, other = (drafted(tree, row).keys() for tree in (ours, theirs))
+        assert len(item & other) >= len(other) - (nodes > 3)     # the last may be a near tie
         above = ours.confidence[row].gather(0, ours.parents[row].clamp(min=0))
         assert (ours.confidence[row] <= above).all()

@@ -33,24 +33,24 @@ Heads = list[tuple[list[Tensor], list[Tensor], Tensor]]
 def weights(heads: int = 3, layers: int = 1, vocab: int = VOCAB, size: int = SIZE) -> Heads:
     torch.manual_seed(heads + 10 * layers)
 
-    def some(*shape: int) -> Tensor:
+    def random(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64) / 4
 
-    return [([some(size, size) for _ in range(layers)], [some(size) for _ in range(layers)],
-             some(vocab, size)) for _ in range(heads)]  # fmt: skip
+    return [([random(size, size) for _ in range(layers)], [random(size) for _ in range(layers)],
+             random(vocab, size)) for _ in range(heads)]  # fmt: skip
 
 
-def named(given: Heads, block: str, projection: str = "", bias: bool = True) -> Tensors:
+def named(heads: Heads, block: str, projection: str = "", bias: bool = True) -> Tensors:
     """These heads by names made of head H, layer L, kind K, and the number of layers N."""
-    found: Tensors = {}
-    for head, (matrices, biases, last) in enumerate(given):
-        for layer, (matrix, own) in enumerate(zip(matrices, biases, strict=True)):
-            found[block.format(H=head, L=layer, K="weight")] = matrix.clone()
+    result: Tensors = {}
+    for head, (matrices, biases, last) in enumerate(heads):
+        for layer, (matrix, ours) in enumerate(zip(matrices, biases, strict=True)):
+            result[block.format(H=head, L=layer, K="weight")] = matrix.clone()
             if bias:
-                found[block.format(H=head, L=layer, K="bias")] = own.clone()
+                result[block.format(H=head, L=layer, K="bias")] = ours.clone()
         if projection:
-            found[projection.format(H=head, N=len(matrices))] = last
-    return found
+            result[projection.format(H=head, N=len(matrices))] = last
+    return result
 
 
 alone = partial(named, block="{H}.{L}.linear.{K}")
@@ -62,7 +62,8 @@ inside = partial(named, block="medusa_heads.blocks.{H}.layers.{L}.{K}",
                  projection="medusa_heads.lm_heads.{H}.weight")
 ranked = partial(named, block="medusa_heads.{H}.medusa_layers.{L}.linear.{K}",
                  projection="medusa_heads.{H}.lm_head.weight")
-BASE = {f"model.layers.{one}.self_attn.q_proj.weight": torch.ones(SIZE, SIZE) for one in range(3)}
+BASE = {f"model.layers.{number}.self_attn.q_proj.weight": torch.ones(SIZE, SIZE)
+        for number in range(3)}
 VLLM = {"model_type": "medusa", "hidden_size": SIZE, "vocab_size": VOCAB, "num_heads": 3}
 
 
@@ -76,14 +77,14 @@ def folder_of(path: Path, config: Config, tensors: Tensors, file: str = SAFE) ->
     return path
 
 
-def assert_says(head: Any, given: Heads, shared: bool = False) -> None:
+def assert_says(head: Any, heads: Heads, shared: bool = False) -> None:
     """The head's logits are those of these weights, computed plainly."""
-    assert isinstance(head, MedusaHead) and head.steps == len(given)
+    assert isinstance(head, MedusaHead) and head.steps == len(heads)
     hidden = torch.randn(1, 12, 1, SIZE, dtype=torch.float64)
     features = Features(torch.zeros(1, 12, dtype=torch.int64), hidden, torch.ones(1, 12))
     with torch.no_grad():
-        said = head.predict(features, target())
-        for (matrices, biases, table), ours in zip(given, said, strict=True):
+        output = head.predict(features, target())
+        for (matrices, biases, table), ours in zip(heads, output, strict=True):
             state = hidden[0, : ours.shape[1], 0]
             for matrix, bias in zip(matrices, biases, strict=True):
                 state = state + torch.nn.functional.silu(state @ matrix.T + bias)
@@ -98,7 +99,7 @@ def assert_says(head: Any, given: Heads, shared: bool = False) -> None:
 WRONG = {"base_model_name_or_path": "lmsys/vicuna", "medusa_num_heads": 2, "medusa_num_layers": 1}
 SECOND = {"version": "2", "medusa_num_heads": 3}
 TRT = {"num_medusa_heads": 2, "medusa_choices": [[0], [0, 0], [1]]}
-NO_BIAS: Heads = [(one, [torch.zeros(SIZE).double()], last) for one, _, last in weights()]
+NO_BIAS: Heads = [(item, [torch.zeros(SIZE).double()], last) for item, _, last in weights()]
 LAYOUTS: dict[str, tuple[Config, Tensors, str, Heads, bool]] = {
     "v0.1 says 2 heads": (WRONG, numbered(weights(5)), LEGACY, weights(5), False),
     "v0.1 safetensors": (WRONG, numbered(weights(2, 3)), TGI, weights(2, 3), False),
@@ -117,9 +118,9 @@ LAYOUTS: dict[str, tuple[Config, Tensors, str, Heads, bool]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_published_layouts_are_read(layout: str, tmp_path: Path) -> None:
-    config, tensors, file, given, shared = LAYOUTS[layout]
+    config, tensors, file, inputs, shared = LAYOUTS[layout]
     head = read_head(folder_of(tmp_path, config, tensors, file), target())
-    assert_says(head, given, shared)
+    assert_says(head, inputs, shared)
     assert head.config.base_model == config.get("base_model_name_or_path", "")
 
 
@@ -139,16 +140,16 @@ def test_of_a_merged_model_only_the_heads_are_read(tmp_path: Path, kind: str) ->
 
 def test_vllm_heads_of_a_truncated_vocabulary(tmp_path: Path) -> None:
     """Rows of the mapped tokens alone are spread out; where all rows are there, all are used."""
-    given, ids = weights(vocab=6), torch.tensor([1, 4, 9, 16, 25, 36])
-    few = folder_of(tmp_path / "few", VLLM, vllm(given) | {"token_map": ids})
+    inputs, ids = weights(vocab=6), torch.tensor([1, 4, 9, 16, 25, 36])
+    few = folder_of(tmp_path / "few", VLLM, vllm(inputs) | {"token_map": ids})
     head = read_head(few, target())
     assert isinstance(head, MedusaHead) and head.config.draft_vocab_size == 6
     assert head.token_map is not None and torch.equal(head.token_map, ids)
-    assert torch.equal(head.state_dict()["heads.1.proj.weight"], given[1][2])
+    assert torch.equal(head.state_dict()["heads.1.proj.weight"], inputs[1][2])
     full = folder_of(tmp_path / "all", VLLM, vllm(weights()) | {"token_map": ids})
     assert_says(read_head(full, target()), weights())
     ids = torch.tensor([1, 4, 9, 16, 25, 99])
-    folder = folder_of(tmp_path / "foreign", VLLM, vllm(given) | {"token_map": ids})
+    folder = folder_of(tmp_path / "foreign", VLLM, vllm(inputs) | {"token_map": ids})
     refused(folder, DrafterMismatch, "up to 99", "has 40")
 
 
@@ -189,31 +190,31 @@ RENAMES: dict[str, tuple[Callable[[str], str], str, Config]] = {
 @pytest.mark.parametrize("rename", RENAMES)
 @pytest.mark.parametrize("form", ["published", "two blocks", "narrow"])
 def test_every_family_of_names_is_read(form: str, rename: str, tmp_path: Path) -> None:
-    """TensorRT-LLM's beside the base model's tensors, and run as that engine runs them."""
+    """TensorRT-LLM's next to the base model's tensors, and run as that engine runs them."""
     head, (theirs, file, runs) = redrafter(**FORMS[form]), RENAMES[rename]
     tensors = {theirs(name): tensor for name, tensor in head.state_dict().items()}
     settings = {**APPLE, "redrafter_draft_len_per_beam": head.steps}
     folder = folder_of(tmp_path, settings, tensors | BASE, file)
-    found, given = read_head(folder, target()), head.state_dict()
-    assert found.config == replace(head.config, base_model="", **runs)
-    assert found.state_dict().keys() == given.keys()
-    assert all(torch.equal(one, given[name]) for name, one in found.state_dict().items())
+    result, inputs = read_head(folder, target()), head.state_dict()
+    assert result.config == replace(head.config, base_model="", **runs)
+    assert result.state_dict().keys() == inputs.keys()
+    assert all(torch.equal(item, inputs[name]) for name, item in result.state_dict().items())
 
 
 @pytest.mark.parametrize("form", ["published", "two blocks", "narrow"])
 @pytest.mark.parametrize("says", ["rnn", "redrafter_is_rnn"])
 def test_without_a_recurrence_embeddings_are_summed(form: str, says: str, tmp_path: Path) -> None:
     head = redrafter(**FORMS[form])
-    tensors = {key: one for key, one in head.state_dict().items() if "rnn" not in key}
+    tensors = {key: each for key, each in head.state_dict().items() if "rnn" not in key}
     folder_of(tmp_path, {**APPLE, says: False}, tensors)
-    found = read_head(tmp_path, target())
-    write_head(found, tmp_path / "ours")
-    for one in (found, read_head(tmp_path / "ours", target())):
-        assert is_head(tmp_path) and isinstance(one, ReDrafterHead)
-        assert all(torch.equal(one.state_dict()[key], tensors[key]) for key in tensors)
+    result = read_head(tmp_path, target())
+    write_head(result, tmp_path / "ours")
+    for item in (result, read_head(tmp_path / "ours", target())):
+        assert is_head(tmp_path) and isinstance(item, ReDrafterHead)
+        assert all(torch.equal(item.state_dict()[key], tensors[key]) for key in tensors)
         state, summed = None, torch.zeros(3, SIZE).double()
         for embedded in torch.randn(3, 3, SIZE).double():
-            state, summed = one.advance(embedded, state), summed + embedded
+            state, summed = item.advance(embedded, state), summed + embedded
             torch.testing.assert_close(state, summed, rtol=0, atol=1e-12)
 
 
@@ -245,14 +246,14 @@ def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
     """To the bit; nothing that the target has is written."""
     head, folder = WRITTEN[name](), tmp_path / "new" / "head"
     write_head(head, folder)
-    again, given = read_head(folder, target()), head.state_dict()
-    assert again.config == head.config and again.state_dict().keys() == given.keys()
-    assert all(torch.equal(one, given[name]) for name, one in again.state_dict().items())
+    again, inputs = read_head(folder, target()), head.state_dict()
+    assert again.config == head.config and again.state_dict().keys() == inputs.keys()
+    assert all(torch.equal(each, inputs[name]) for name, each in again.state_dict().items())
     held = load_file(folder / SAFE)
     assert not any(name.startswith("projection") for name in held)
-    for one, other in zip(getattr(head, "pairs", None) or (), getattr(again, "pairs", None) or (),
+    for item, other in zip(getattr(head, "pairs", None) or (), getattr(again, "pairs", None) or (),
                           strict=True):
-        assert one == other if isinstance(one, int) else torch.equal(one, other)
+        assert item == other if isinstance(item, int) else torch.equal(item, other)
 
 
 def test_a_crash_leaves_nothing_that_reads_as_a_head(
@@ -348,7 +349,7 @@ def test_a_broken_table_of_pairs_is_refused(column: str, tmp_path: Path) -> None
         save_file({**sound, key: tensor.clone()}, tmp_path / SAFE)
         with pytest.raises(DrafterMismatch):
             read_head(tmp_path, target())
-    save_file({name: one for name, one in sound.items() if name != key}, tmp_path / SAFE)
+    save_file({name: item for name, item in sound.items() if name != key}, tmp_path / SAFE)
     if column == "tokens":                                  # heads without pairs
         assert read_head(tmp_path, target()).pairs is None
     else:
@@ -360,7 +361,7 @@ def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path
     tensors, head = numbered(weights()), {"speculator_type": "medusa"}
     gap = {name: tensor for name, tensor in tensors.items() if name[:2] != "1."}
     whole = redrafter(num_layers=2).state_dict()
-    lacks = [{one: tensor for one, tensor in whole.items() if one != name}
+    lacks = [{item: tensor for item, tensor in whole.items() if item != name}
              for name in ("rnn_u.bias", "lm_head.0.linear.bias", "lm_head.2.weight")]  # fmt: skip
     wide = ReDrafterHead.fresh(target(hidden_size=64)).state_dict()
     cases: dict[str, tuple[Config, Tensors, tuple[str, ...]]] = {
@@ -375,8 +376,8 @@ def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path
         "shape": (APPLE, {**whole, "rnn_w.weight": torch.zeros(SIZE, 31)}, ("rnn_w", "31")),
         "wide redrafter": (APPLE, wide, ("64 numbers", "32")),
     }
-    for name, (config, given, words) in cases.items():
-        refused(folder_of(tmp_path / name, config, given), DrafterMismatch, *words)
+    for name, (config, inputs, words) in cases.items():
+        refused(folder_of(tmp_path / name, config, inputs), DrafterMismatch, *words)
     file = folder_of(tmp_path / "cut", head, tensors) / SAFE
     file.write_bytes(file.read_bytes()[:200])
     assert is_head(tmp_path / "cut")                            # reading says what is wrong
@@ -389,8 +390,8 @@ def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path
         folder_of(tmp_path / "parts", {}, ranked(weights()), f"rank{rank}.safetensors")
     refused(tmp_path / "parts", ModelNotFound, "rank0", "rank1", "as one")
     models = {"model": BASE, "table": BASE | {"lm_head.weight": torch.zeros(VOCAB, SIZE)}}
-    for name, given in models.items():
-        assert not is_head(folder_of(tmp_path / name, {"model_type": "llama"}, given))
+    for name, inputs in models.items():
+        assert not is_head(folder_of(tmp_path / name, {"model_type": "llama"}, inputs))
     assert not is_head(folder_of(tmp_path / "eagle", {"speculator_type": "eagle"}, tensors))
     refused(tmp_path / "nowhere", ModelNotFound, "no draft head")
 

@@ -1,4 +1,5 @@
-"""The laws of any drafter: a new one joins `DRAFTERS` in drafting.py and is held to all of this."""
+"""The rules for any drafter: a new one joins `DRAFTERS` in drafting.py and is held to all of
+this."""
 
 from __future__ import annotations
 
@@ -50,17 +51,17 @@ PARAMS = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=0.
 
 @lru_cache(maxsize=1)
 def plain_texts() -> list[tuple[list[int], str]]:
-    params = [one for one in PARAMS for _ in range(2)]
+    params = [item for item in PARAMS for _ in range(2)]
     return texts(Engine(target()), prompts(len(params)), max_new_tokens=24, sampling=params)
 
 
 @any_drafter
 def test_the_text_is_that_of_plain_decoding(name: str) -> None:
     """Every sampling parameter, ragged prompts, in fewer rows than texts: rows join and leave."""
-    params = [one for one in PARAMS for _ in range(2)]
+    params = [item for item in PARAMS for _ in range(2)]
     greedy = texts(Engine(target()), prompts(len(params)), max_new_tokens=24)
-    changed = [one != other for one, other in zip(plain_texts(), greedy, strict=True)]
-    assert all(any(changed[2 * one : 2 * one + 2]) for one in range(1, len(PARAMS)))
+    changed = [item != other for item, other in zip(plain_texts(), greedy, strict=True)]
+    assert all(any(changed[2 * index : 2 * index + 2]) for index in range(1, len(PARAMS)))
     engine = Engine(target(), Watch(DRAFTERS[name](target())))
     options = {"max_new_tokens": 24, "sampling": params, "batch_size": 5}
     assert texts(engine, prompts(len(params)), **options) == plain_texts()
@@ -72,7 +73,7 @@ def test_heads_that_know_the_text_are_accepted(name: str, temperature: float) ->
     """Equality would mean little if nothing were accepted: heads draft what they were fitted to."""
     engine, want = Engine(target(), DRAFTERS[name](target())), Sampling(temperature, seed=5)
     done = engine.generate(prompts(8), max_new_tokens=40, sampling=want)
-    assert sum(one.stats.accepted for one in done) > sum(one.stats.rounds for one in done)
+    assert sum(item.stats.accepted for item in done) > sum(item.stats.rounds for item in done)
 
 
 class Stage:
@@ -161,7 +162,8 @@ def _states(drafter: Drafter, sums: Tensor) -> Tensor | None:
 
 def depends_on_the_text_alone(make: Callable[[], Drafter], drawn: bool, draws: bool) -> None:
     """After any commits, selections and plain rounds it proposes what a fresh one does: no stale
-    memory. Drawn tokens, and they alone, carry a law under which all of them are possible."""
+    memory. Drawn tokens, and they alone, carry a distribution under which all of them are
+    possible."""
     stage = Stage(make(), long_enough(4, 1), drawn)
     for round_, budget in enumerate((4, 10, 0, 0, 3, 10, 1, 0, 10, 10)):
         tree = stage.propose(budget)
@@ -173,9 +175,9 @@ def depends_on_the_text_alone(make: Callable[[], Drafter], drawn: bool, draws: b
         assert (tree.draft_probs is not None) == (drawn and draws and budget > 0)
         if tree.draft_probs is not None:
             torch.testing.assert_close(tree.draft_probs, fresh.draft_probs, rtol=0, atol=1e-9)
-            law = tree.draft_probs[:, 1:]
-            torch.testing.assert_close(law.sum(-1), torch.ones_like(law[..., 0]))
-            picked = law.gather(-1, tree.tokens[:, 1:, None].clamp(min=0))[..., 0]
+            distribution = tree.draft_probs[:, 1:]
+            torch.testing.assert_close(distribution.sum(-1), torch.ones_like(distribution[..., 0]))
+            picked = distribution.gather(-1, tree.tokens[:, 1:, None].clamp(min=0))[..., 0]
             assert (picked[tree.present[:, 1:]] > 0).all()
         stage.commit(tree, seed=round_)
         if round_ in (3, 6):
@@ -188,7 +190,7 @@ DRAWERS = ("draft", "smaller vocabulary", "larger vocabulary", "target itself")
 """How names begin of drafters that can draw; the others always choose."""
 
 
-@pytest.mark.parametrize("name", [one for one in DRAFTERS if one not in ("guess", *LEARNERS)])
+@pytest.mark.parametrize("name", [item for item in DRAFTERS if item not in ("guess", *LEARNERS)])
 @pytest.mark.parametrize("drawn", [False, True])
 def test_a_proposal_depends_on_the_text_alone(name: str, drawn: bool) -> None:
     depends_on_the_text_alone(lambda: DRAFTERS[name](target()), drawn, name.startswith(DRAWERS))
@@ -200,10 +202,10 @@ def test_select_commutes_with_propose(name: str) -> None:
     if name == "guess":
         return
     for rows in ([2, 0], [1], [0, 0, 2, 1, 2], [3, 2, 1, 0]):
-        one, other = (Stage(DRAFTERS[name](target()), long_enough(4, 2)) for _ in range(2))
-        for stage in (one, other):
+        item, other = (Stage(DRAFTERS[name](target()), long_enough(4, 2)) for _ in range(2))
+        for stage in (item, other):
             stage.commit(stage.propose(5), seed=3)
-        wanted = one.propose(5)
+        wanted = item.propose(5)
         other.select(rows)
         assert torch.equal(other.propose(5).tokens, wanted.tokens[rows])
 
@@ -223,13 +225,14 @@ def test_one_that_knows_is_accepted_whole_and_one_that_errs_never() -> None:
     for wrong in (False, True):
         engine = Engine(target(), Watch(Oracle(known, wrong)), budget=5)
         done = engine.generate(asked, max_new_tokens=25)
-        assert [one.tokens for one in done] == wanted
-        for one in done:
-            assert (one.stats.accepted, one.stats.rounds) == ((0, 24) if wrong else (20, 4))
-            assert one.stats.acceptance_by_position == ([0.0] if wrong else [1.0] * 5)
+        assert [completion.tokens for completion in done] == wanted
+        for item in done:
+            assert (item.stats.accepted, item.stats.rounds) == ((0, 24) if wrong else (20, 4))
+            assert item.stats.acceptance_by_position == ([0.0] if wrong else [1.0] * 5)
     engine = Engine(target(), Watch(drafting.Hinted(Oracle(known))))
     done = engine.generate(asked, max_new_tokens=25)
-    assert [one.tokens for one in done] == wanted and all(one.stats.accepted > 8 for one in done)
+    assert [each.tokens for each in done] == wanted
+    assert all(each.stats.accepted > 8 for each in done)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -237,8 +240,8 @@ def test_the_target_as_its_own_draft_is_accepted_whole(rule: str) -> None:
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=4)):
         engine = Engine(target(), DraftModel(target(), VOCAB), acceptance=rule, budget=4)
         done = engine.generate(prompts(3, seed=8), max_new_tokens=21, sampling=sampling)
-        assert all(one.stats.rounds == 4 and one.stats.accepted == 16
-                   for one in done), sampling.temperature
+        assert all(completion.stats.rounds == 4 and completion.stats.accepted == 16
+                   for completion in done), sampling.temperature
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -258,11 +261,11 @@ def test_the_second_time_much_is_known(kind: Any, least: float, temperature: flo
     """The same requests again: the same text, in fewer rounds."""
     want = Sampling(temperature=temperature, seed=3)
     asked, options = prompts(5, seed=5), {"max_new_tokens": 40, "sampling": want}
-    wanted = [one.tokens for one in Engine(target()).generate(asked, **options)]
+    wanted = [completion.tokens for completion in Engine(target()).generate(asked, **options)]
     engine, rates = Engine(target(), Watch(kind()), budget=7), []
     for _ in range(2):
         done = engine.generate(asked, **options, batch_size=3)
-        assert [one.tokens for one in done] == wanted
+        assert [completion.tokens for completion in done] == wanted
         rates.append(per_round(done))
     assert rates[1] > least and rates[1] > (2 * rates[0] if least == 4 else rates[0] + 0.1)
 

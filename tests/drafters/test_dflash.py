@@ -37,24 +37,24 @@ def weights(second: bool = False, **tables: tuple[int, ...]) -> dict[str, Tensor
             shapes[f"{at}.{name}.base_kernel"] = (2, KERNEL, 32)
             shapes[f"{at}.{name}.kernel_projection.weight"] = (2 * KERNEL * 32 // GROUP, 32)
     if second:
-        shapes |= {f"candidate_selector.{one}_codebook": (40, RANK)
-                   for one in ("predecessor", "successor")}  # fmt: skip
+        shapes |= {f"candidate_selector.{item}_codebook": (40, RANK)
+                   for item in ("predecessor", "successor")}  # fmt: skip
         shapes["candidate_selector.hidden_projection.weight"] = (RANK, 32)
     return published.random_tensors(shapes)
 
 
 def written(
-    folder: Path, tensors: dict[str, Tensor], speculators: bool = False, own: Any = None,
+    folder: Path, tensors: dict[str, Tensor], speculators: bool = False, ours: Any = None,
     **extra: Any,
 ) -> Path:  # fmt: skip
-    """extra: beside `dflash_config`, own: in it."""
+    """extra: next to `dflash_config`, ours: in it."""
     layer = {**LAYER, "model_type": "qwen3", "num_hidden_layers": 2}
-    inner = {**OWN, **(own or {})}
+    inner = {**OWN, **(ours or {})}
     if not speculators:
         settings = {**layer, "architectures": ["DFlashDraftModel"], "num_target_layers": 7,
                     "dflash_config": inner, **extra}  # fmt: skip
         return published.write(folder, settings, tensors)
-    taps = [one + 1 for one in inner.pop("target_layer_ids")]
+    taps = [item + 1 for item in inner.pop("target_layer_ids")]
     layer |= {key: extra.pop(key) for key in ("layer_types", "sliding_window") if key in extra}
     settings = {"sample_from_anchor": False,
                 "speculators_model_type": "dflash2" if "selector_rank" in inner else "dflash",
@@ -79,7 +79,7 @@ def convolved(w: dict[str, Tensor], at: str, x: Tensor, number: int, kernels: Te
 
 def forward(w: dict[str, Tensor], settings: dict[str, Any], hidden: Tensor, root: int
             ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """States and logits of the block behind a text with states [S, T, H] at the layers asked."""
+    """States and logits of the block after a text with states [S, T, H] at the layers asked."""
     size, model = len(hidden), deep().model
     context = norm(hidden.flatten(1) @ w["fc.weight"].T, w["hidden_norm.weight"])
     table = w.get("embed_tokens.weight", model.get_input_embeddings().weight.detach())
@@ -111,10 +111,10 @@ TEXT = [7, 3, 31, 2, 9, 4, 4, 1, 12]
 
 
 def observed(drafter: DFlash, text: list[int] = TEXT) -> Any:
-    """It has seen the text but for its root, in two pieces; and the frontier behind it."""
+    """It has seen the text but for its root, in two pieces; and the frontier after it."""
     with torch.no_grad():
         states = deep().model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
-    hidden = torch.stack([states[one] for one in drafter.hidden_layers], 2)
+    hidden = torch.stack([states[hidden_layer] for hidden_layer in drafter.hidden_layers], 2)
     drafter.start(1, 64, drafting.CPU)
     for part in (slice(5), slice(5, None)):
         piece = text[:-1][part]
@@ -140,17 +140,17 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 def test_it_reads_as_an_independent_forward(
     tmp_path: Path, form: str, second: bool, speculators: bool
 ) -> None:
-    extra, own, settings = FORMS[form]
+    extra, by_name, settings = FORMS[form]
     w = weights(second)
-    own = {**own, **(SECOND if second else {})}
-    drafter = loaded(written(tmp_path, w, speculators, own, **extra))
+    by_name = {**by_name, **(SECOND if second else {})}
+    drafter = loaded(written(tmp_path, w, speculators, by_name, **extra))
     assert drafter.hidden_layers == (2, 4, 6)
     with torch.inference_mode():
         hidden, frontier = observed(drafter)
-        found = drafter._block(frontier.prefix.root[:, None])[0]
+        result = drafter._block(frontier.prefix.root[:, None])[0]
         states, wanted = forward(w, settings, hidden, TEXT[-1])
-        torch.testing.assert_close(found, states, rtol=0, atol=3e-5)
-        torch.testing.assert_close(drafter.network.logits(found), wanted, rtol=0, atol=3e-5)
+        torch.testing.assert_close(result, states, rtol=0, atol=3e-5)
+        torch.testing.assert_close(drafter.network.logits(result), wanted, rtol=0, atol=3e-5)
         path = drafter.propose(replace(frontier, trees=False)).tokens[0].tolist()
     right = _selected(w, states, wanted) if second else wanted[1:].argmax(-1).tolist()
     assert path == [TEXT[-1], *right]
@@ -170,7 +170,7 @@ def _selected(w: dict[str, Tensor], states: Tensor, logits: Tensor) -> list[int]
 
 
 def test_tables_of_its_own(tmp_path: Path) -> None:
-    """Embeddings, a head over some tokens, and a mask embedding beside them."""
+    """Embeddings, a head over some tokens, and a mask embedding next to them."""
     tables = {"embed_tokens.weight": (40, 32), "lm_head.weight": (24, 32)}
     w = weights(**tables)
     ids = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:24].sort().values
@@ -181,10 +181,10 @@ def test_tables_of_its_own(tmp_path: Path) -> None:
     whole["embed_tokens.weight"][MASK] = 1.0
     with torch.inference_mode():
         hidden, frontier = observed(drafter)
-        found = drafter.network.logits(drafter._block(frontier.prefix.root[:, None]))[0]
+        result = drafter.network.logits(drafter._block(frontier.prefix.root[:, None]))[0]
         _, logits = forward(whole, {"layers": [(False, None)] * 2}, hidden, TEXT[-1])
     wanted = torch.full((BLOCK, 40), -torch.inf, dtype=torch.float64).index_copy(1, ids, logits)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=3e-5)
+    torch.testing.assert_close(result, wanted, rtol=0, atol=3e-5)
 
 
 FIXED = [key for key, kind in dflash.KNOWN.items() if not isinstance(kind, (type, tuple))]
@@ -204,11 +204,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("extra", "own", "why"), REFUSED, ids=lambda one: str(one)[:30])
+@pytest.mark.parametrize(("extra", "ours", "why"), REFUSED, ids=lambda item: str(item)[:30])
 def test_what_is_not_understood_is_refused(
-    tmp_path: Path, extra: dict[str, Any], own: dict[str, Any], why: str
+    tmp_path: Path, extra: dict[str, Any], ours: dict[str, Any], why: str
 ) -> None:
-    folder = written(tmp_path, weights(), own=own, **extra)
+    folder = written(tmp_path, weights(), ours=ours, **extra)
     with pytest.raises(DrafterMismatch, match=why) as error:
         loaded(folder)
     assert "\n" not in str(error.value)
@@ -218,11 +218,11 @@ def test_a_selector_over_mapped_tokens_is_refused(tmp_path: Path) -> None:
     head = weights(second=True, **{"lm_head.weight": (24, 32)})
     w = {**head, "d2t": torch.zeros(24, dtype=torch.long)}
     with pytest.raises(DrafterMismatch, match="maps tokens"):
-        loaded(written(tmp_path, w, own=SECOND, draft_vocab_size=24))
+        loaded(written(tmp_path, w, ours=SECOND, draft_vocab_size=24))
 
 
 def test_a_malformed_setting_is_one_sentence(tmp_path: Path) -> None:
-    folder = written(tmp_path, weights(), own={"target_layer_ids": ["1", "3", "5"]})
+    folder = written(tmp_path, weights(), ours={"target_layer_ids": ["1", "3", "5"]})
     with pytest.raises(DrafterMismatch, match="cannot be read"):
         dp.load(deep().model, drafter=str(folder))
 
@@ -234,8 +234,8 @@ def test_a_tensor_too_much_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_it_keeps_the_laws_of_drafters(tmp_path: Path, second: bool, warm: bool) -> None:
-    folder = written(tmp_path, weights(second), own=SECOND if second else {}, **SLIDING)
+def test_it_keeps_the_distributions_of_drafters(tmp_path: Path, second: bool, warm: bool) -> None:
+    folder = written(tmp_path, weights(second), ours=SECOND if second else {}, **SLIDING)
     no_text_changes(loaded(folder), 0.9 * warm)
     depends_on_the_text_alone(lambda: loaded(folder), drawn=warm, draws=True)
 
@@ -247,12 +247,12 @@ MOE = {"draft_ffn_type": "moe", "num_experts": 4, "num_experts_per_tok": 2,
 
 def experts(w: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights with a mixture of experts in each layer."""
-    kept = {key: one for key, one in w.items() if ".mlp." not in key}
+    kept = {key: item for key, item in w.items() if ".mlp." not in key}
     shapes: dict[str, Any] = {}
     for number in range(2):
         at = f"layers.{number}.mlp"
         shapes |= {f"{at}.gate.weight": (4, 32), f"{at}.shared_expert_gate.weight": (1, 32)}
-        for name, size in (("shared_expert", 12), *((f"experts.{one}", 8) for one in range(4))):
+        for name, size in (("shared_expert", 12), *((f"experts.{index}", 8) for index in range(4))):
             shapes |= {f"{at}.{name}.{kind}_proj.weight": (size, 32) for kind in ("gate", "up")}
             shapes[f"{at}.{name}.down_proj.weight"] = (32, size)
     return {**kept, **published.random_tensors(shapes, seed=5)}
@@ -273,11 +273,11 @@ def mixture(w: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
 def test_a_block_whose_root_predicts_as_well(tmp_path: Path, second: bool) -> None:
     """`sample_from_anchor`: as many tokens as places; said, or told by `speculative_tokens`."""
-    w, own = weights(second), SECOND if second else {}
-    said = written(tmp_path / "said", w, True, own, sample_from_anchor=True)
-    told = written(tmp_path / "told", w, True, own, sample_from_anchor=None,
+    w, ours = weights(second), SECOND if second else {}
+    text = written(tmp_path / "said", w, True, ours, sample_from_anchor=True)
+    told = written(tmp_path / "told", w, True, ours, sample_from_anchor=None,
                    speculators_config={"proposal_methods": [{"speculative_tokens": BLOCK}]})
-    drafter = loaded(said)
+    drafter = loaded(text)
     with torch.inference_mode():
         hidden, frontier = observed(drafter)
         states, logits = forward(w, {"layers": [(False, None)] * 2}, hidden, TEXT[-1])
@@ -286,13 +286,13 @@ def test_a_block_whose_root_predicts_as_well(tmp_path: Path, second: bool) -> No
     logits, states = (torch.cat([part[:1], part]) for part in (logits, states))  # token k: place k
     right = _selected(w, states, logits) if second else logits[1:].argmax(-1).tolist()
     assert path[:BLOCK] == [TEXT[-1], *right[: BLOCK - 1]] and len(path) == BLOCK + 1
-    for folder in (said, told):
+    for folder in (text, told):
         assert loaded(folder).network.first == 0
         assert published.proposal(loaded(folder), TEXT, BLOCK) == path
     published.keeps_the_text(loaded(told))
     with pytest.raises(DrafterMismatch, match="sample_from_anchor"):
         config = {"proposal_methods": [{"speculative_tokens": BLOCK}]}
-        loaded(written(tmp_path / "both", w, True, own, speculators_config=config))
+        loaded(written(tmp_path / "both", w, True, ours, speculators_config=config))
 
 
 def test_a_mixture_of_experts(tmp_path: Path) -> None:
@@ -300,10 +300,10 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
     drafter = loaded(written(tmp_path / "moe", w, True, SECOND, **MOE))
     with torch.inference_mode():
         hidden, frontier = observed(drafter)
-        found = drafter._block(frontier.prefix.root[:, None])[0]
+        result = drafter._block(frontier.prefix.root[:, None])[0]
         settings = {"layers": [(False, None)] * 2, "mlp": mixture}
         states, _ = forward(w, settings, hidden, TEXT[-1])
-    torch.testing.assert_close(found, states, rtol=0, atol=3e-5)
+    torch.testing.assert_close(result, states, rtol=0, atol=3e-5)
     published.keeps_the_text(drafter)
     few = {**MOE, "num_experts_per_tok": 1}
     other = loaded(written(tmp_path / "few", w, True, SECOND, **few))

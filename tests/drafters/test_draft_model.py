@@ -47,12 +47,12 @@ FAMILIES = {
 
 def of_kind(family: str) -> Target:
     name, extra = FAMILIES[family]
-    own = of_family(name, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    ours = of_family(name, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
                     num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCAB,
                     initializer_range=0.3, max_position_embeddings=256, eos_token_id=None,
                     pad_token_id=None, **extra).to(torch.bfloat16)  # fmt: skip
-    pack_linears(own)
-    return Target(own)
+    pack_linears(ours)
+    return Target(ours)
 
 
 class Recording(DraftModel):
@@ -68,8 +68,8 @@ class Recording(DraftModel):
         tree = super().propose(frontier)
         assert isinstance(self.cache, KVCache) and self.scratch is not None
         reads = torch.as_tensor(self.scratch).expand(len(tree.tokens)).tolist()
-        ends = [length + own
-                for length, own in zip(self.cache.lengths.tolist(), reads, strict=False)]
+        ends = [length + ours
+                for length, ours in zip(self.cache.lengths.tolist(), reads, strict=False)]
         keys = [layer.keys[row, :, :end].clone() for layer in self.cache.layers
                 for row, end in enumerate(ends)]
         most = frontier.max_draft_tokens
@@ -89,7 +89,7 @@ def written(
     prompts = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5, 9, 8]][:rows]
     options = {"max_new_tokens": 30, "sampling": params[:rows], "batch_size": rows}
     done = Engine(target, drafter, budget=budget).generate(prompts, **options)
-    return [(one.tokens, one.stats.drafted, one.stats.rounds) for one in done]
+    return [(item.tokens, item.stats.drafted, item.stats.rounds) for item in done]
 
 
 class Shared(Budget):
@@ -117,15 +117,15 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(
 ) -> None:
     target, draft = model(3), model(1)
     once, often = Recording(draft), Recording(draft, in_calls=True)
-    found = written(once, target, params, budget, rows)
-    assert found == written(often, target, params, budget, rows)
-    assert [one[0] for one in found] == [one[0]
-                                         for one in written(None, target, params, Fixed(0), rows)]
+    text = written(once, target, params, budget, rows)
+    assert text == written(often, target, params, budget, rows)
+    assert [item[0] for item in text] == [item[0]
+                                         for item in written(None, target, params, Fixed(0), rows)]
     assert len(once.at_once) == len(once.told) > 0 and not often.at_once
     for (tree, reads, keys), (same, often_read, alike) in zip(once.told, often.told, strict=True):
         assert torch.equal(tree.tokens, same.tokens)
-        assert all(max(1, size) <= own <= other
-                   for own, size, other in zip(reads, tree.sizes, often_read, strict=True))
+        assert all(max(1, size) <= mine <= other
+                   for mine, size, other in zip(reads, tree.sizes, often_read, strict=True))
         assert all(torch.equal(ours, theirs[:, : ours.shape[1]])
                    for ours, theirs in zip(keys, alike, strict=True))
         if tree.budget_rank is not None and same.budget_rank is not None:
@@ -137,21 +137,21 @@ def test_a_chain_drafted_in_one_call_is_that_of_many(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_drafts_by_its_own_law(family: str) -> None:
+def test_a_model_drafts_by_its_own_distribution(family: str) -> None:
     """For itself it is right nearly always, however it is drawn: rounding decides little."""
     target = of_kind(family)
     for params in ([Sampling()] * 3, [COOL] * 3):
         drafter = Recording(target)
         texts = written(drafter, target, params, Fixed(4), 1)
-        assert [one[0] for one in texts] == [one[0]
-                                             for one in written(None, target, params, Fixed(0), 1)]
+        assert [text[0] for text in texts] == [text[0]
+                                             for text in written(None, target, params, Fixed(0), 1)]
         assert len(drafter.at_once) == len(drafter.told) > 0
-        assert len(drafter.told) < 1.1 * sum(len(one[0]) for one in texts) / 5
+        assert len(drafter.told) < 1.1 * sum(len(text[0]) for text in texts) / 5
         assert max(tree.sizes[0] for tree, *_ in drafter.told) == 4
 
 
 def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
-    """NaN in one row leaves the other alone; what is behind it is absent."""
+    """NaN in one row leaves the other alone; what is after it is absent."""
     draft, target = model(1), model(3)
 
     class Broken(Recording):
@@ -166,7 +166,7 @@ def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
                                                batch_size=2)
     both = [tree.tokens for tree, *_ in drafter.told if len(tree.tokens) == 2]
     assert drafter.at_once and len(both) > 1
-    for tokens in both[1:]:  # the first proposal reads the prompts anew
+    for tokens in both[1:]:  # the first proposal reads the prompts again
         assert (tokens[0] != ABSENT).all() and (tokens[1, 1:] == ABSENT).all()
 
 

@@ -32,7 +32,7 @@ def spark_weights(kind: str, confident: int = 32 + RANK) -> dict[str, Tensor]:
     if confident:
         shapes |= {"confidence_head.proj.weight": (1, confident), "confidence_head.proj.bias": (1,)}
     made = published.random_tensors(shapes, seed=3)
-    made = {key: 2 * one if "markov" in key else 0.3 * one for key, one in made.items()}
+    made = {key: 2 * item if "markov" in key else 0.3 * item for key, item in made.items()}
     if confident:
         made["confidence_head.proj.bias"] += 1
     return {**weights(), **made}
@@ -40,17 +40,17 @@ def spark_weights(kind: str, confident: int = 32 + RANK) -> dict[str, Tensor]:
 
 def folder_of(folder: Path, w: dict[str, Tensor], place: str, **changed: Any) -> Path:
     """Settings in `place`: speculators, dflash_config, dspark_config, or next to everything."""
-    said = {**SAID, "sample_from_anchor": True, **changed}
+    settings = {**SAID, "sample_from_anchor": True, **changed}
     if place == "speculators":
-        said = {"speculators_model_type": "dspark", "projector_type": None, **said}
-        return written(folder, w, True, **said)
-    inner = said if place == "dflash_config" else {}
+        settings = {"speculators_model_type": "dspark", "projector_type": None, **settings}
+        return written(folder, w, True, **settings)
+    inner = settings if place == "dflash_config" else {}
     extra = {"architectures": ["Qwen3DSparkModel"]}
     if place == "dspark_config":
-        extra["dspark_config"] = said
+        extra["dspark_config"] = settings
     elif place == "":
-        extra |= said
-    return written(folder, w, own=inner, **extra)
+        extra |= settings
+    return written(folder, w, ours=inner, **extra)
 
 
 def loaded(folder: Path) -> DFlash:
@@ -108,7 +108,7 @@ def test_every_setting_matters_or_is_refused(tmp_path: Path) -> None:
     plain = published.proposal(loaded(folder_of(tmp_path / "plain", w, "speculators")), TEXT, BLOCK)
     other = loaded(folder_of(tmp_path / "shift", w, "speculators", sample_from_anchor=False))
     assert published.proposal(other, TEXT, BLOCK) != plain
-    bare = {key: one for key, one in w.items() if "confidence" not in key}
+    bare = {key: item for key, item in w.items() if "confidence" not in key}
     off = loaded(folder_of(tmp_path / "off", bare, "speculators", enable_confidence_head=False))
     assert len([token for token in published.proposal(off, TEXT, BLOCK) if token >= 0]) == BLOCK + 1
     assert published.proposal(off, TEXT, BLOCK) != plain

@@ -33,18 +33,18 @@ class Case:
     def written(self, folder: Path, speculators: bool = False, **extra: Any) -> Path:
         settings, tensors = {**self.settings, **extra}, self.tensors
         if speculators:
-            own = {key: settings.pop(key) for key in (*LAYER, "model_type", "num_hidden_layers")}
-            settings |= {"architectures": ["Eagle3DraftModel"], "transformer_layer_config": own,
+            ours = {key: settings.pop(key) for key in (*LAYER, "model_type", "num_hidden_layers")}
+            settings |= {"architectures": ["Eagle3DraftModel"], "transformer_layer_config": ours,
                          "speculators_model_type": extra.get("speculators_model_type", "eagle3"),
                          "speculators_config": extra.get("speculators_config", {}),
                          "embed_requires_grad": False}  # fmt: skip
-            tensors = {key.replace("midlayer", "layers.0"): one for key, one in tensors.items()}
+            tensors = {key.replace("midlayer", "layers.0"): item for key, item in tensors.items()}
         return published.write(folder, settings, tensors)
 
 
 def case(**flags: Any) -> Case:
-    layers, own = flags.get("num_hidden_layers", 1), flags.pop("own_embeddings", False)
-    said = {"model_type": "llama", "num_hidden_layers": layers, "draft_vocab_size": DRAFT_VOCAB}
+    layers, ours = flags.get("num_hidden_layers", 1), flags.pop("own_embeddings", False)
+    by_name = {"model_type": "llama", "num_hidden_layers": layers, "draft_vocab_size": DRAFT_VOCAB}
     shapes: dict[str, Any] = {
         "fc.weight": (32, 96), "norm.weight": (32,), "lm_head.weight": (DRAFT_VOCAB, 32),
         "midlayer.hidden_norm.weight": (32,), **published.layer_shapes("midlayer", 64),
@@ -54,23 +54,23 @@ def case(**flags: Any) -> Case:
     if flags.get("norm_before_fc"):
         shapes["input_norm.weight"] = (96,)
     if flags.get("fc_norm"):
-        shapes |= {f"fc_norm.{one}.weight": (32,) for one in range(3)}
-    if own:
+        shapes |= {f"fc_norm.{index}.weight": (32,) for index in range(3)}
+    if ours:
         shapes["embed_tokens.weight"] = (40, 32)
     tensors = published.random_tensors(shapes)
     ids = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:DRAFT_VOCAB].sort()
     tensors["d2t"] = ids.values - torch.arange(DRAFT_VOCAB)
     tensors["t2d"] = torch.zeros(40, dtype=torch.bool).index_fill(0, ids.values, True)
-    return Case({**LAYER, **said, **flags}, tensors)
+    return Case({**LAYER, **by_name, **flags}, tensors)
 
 
 def forward(
-    one: Case, states: Tensor, tokens: Tensor, steps: int, last: int = -1
+    item: Case, states: Tensor, tokens: Tensor, steps: int, last: int = -1
 ) -> list[Tensor]:
-    """Logits over the target's tokens behind a text [S] and after each of the last `steps` tokens,
+    """Logits over the target's tokens after a text [S] and after each of the last `steps` tokens,
     which were drafted: from the definition, one pair after another. states: [S, 3, 32]. last: 0,
     the logits of every pair at once."""
-    w, flags = one.tensors, one.settings
+    w, flags = item.tensors, item.settings
     known = len(tokens) - steps                     # tokens with features of the target
     x = states[:known].flatten(1)
     if flags.get("norm_before_fc"):
@@ -78,7 +78,7 @@ def forward(
     if flags.get("fc_norm"):
         parts = enumerate(x.split(32, -1))
         x = torch.cat([norm(part, w[f"fc_norm.{layer}.weight"]) for layer, part in parts], -1)
-    features, found = list(x @ w["fc.weight"].T), list[Tensor]()
+    features, items = list(x @ w["fc.weight"].T), list[Tensor]()
     table = w.get("embed_tokens.weight", deep().model.get_input_embeddings().weight.detach())
     for end in range(known, len(tokens)):           # the pairs of features :end with tokens 1:end+1
         g, e = torch.stack(features), table[tokens[1 : end + 1]]
@@ -95,9 +95,9 @@ def forward(
         features.append((out if flags.get("norm_output") else h)[-1])
         for state in out[last:]:
             logits = torch.full((40,), -torch.inf, dtype=torch.float64)
-            own = state @ w["lm_head.weight"].T * flags.get("logit_scale", 1.0)
-            found.append(logits.index_copy(0, torch.arange(DRAFT_VOCAB) + w["d2t"], own))
-    return found
+            ours = state @ w["lm_head.weight"].T * flags.get("logit_scale", 1.0)
+            items.append(logits.index_copy(0, torch.arange(DRAFT_VOCAB) + w["d2t"], ours))
+    return items
 
 
 def loaded(folder: Path) -> FeatureDrafter:
@@ -118,16 +118,16 @@ FORMS: list[dict[str, Any]] = [
 def test_it_reads_as_an_independent_forward(
     tmp_path: Path, flags: dict[str, Any], speculators: bool
 ) -> None:
-    one = case(**flags)
-    drafter = loaded(one.written(tmp_path, speculators))
+    checked = case(**flags)
+    drafter = loaded(checked.written(tmp_path, speculators))
     layers = tuple(flags.get("eagle_aux_hidden_state_layer_ids", (2, 3, 4)))
     assert drafter.hidden_layers == layers
-    found = drafted_logits(deep(), drafter, TEXT, DRAFTED)
+    drafts = drafted_logits(deep(), drafter, TEXT, DRAFTED)
     with torch.no_grad():
         states = deep().model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
     hidden = torch.stack([states[layer][0] for layer in layers], 1)
-    wanted = forward(one, hidden[:-1], torch.tensor(TEXT + DRAFTED), len(DRAFTED) + 1)
-    for ours, theirs in zip(found, wanted, strict=True):
+    wanted = forward(checked, hidden[:-1], torch.tensor(TEXT + DRAFTED), len(DRAFTED) + 1)
+    for ours, theirs in zip(drafts, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-5)     # norms are in float32
 
 
@@ -152,7 +152,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flag", "why"), REFUSED, ids=lambda one: str(one)[:30])
+@pytest.mark.parametrize(("flag", "why"), REFUSED, ids=lambda item: str(item)[:30])
 def test_what_is_not_understood_is_refused(tmp_path: Path, flag: dict[str, Any], why: str) -> None:
     folder = case().written(tmp_path, **flag)
     with pytest.raises(DrafterMismatch, match=why) as error:
@@ -162,23 +162,23 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, flag: dict[str, Any],
 
 @pytest.mark.parametrize("change", ["extra", "lacking", "twice", "no d2t", "short d2t"])
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, change: str) -> None:
-    one = case()
+    checked = case()
     if change == "extra":
-        one.tensors["midlayer.self_attn.q_norm.weight"] = torch.ones(8, dtype=torch.float64)
+        checked.tensors["midlayer.self_attn.q_norm.weight"] = torch.ones(8, dtype=torch.float64)
     elif change == "short d2t":
-        one.tensors["d2t"] = one.tensors["d2t"][1:]
+        checked.tensors["d2t"] = checked.tensors["d2t"][1:]
     elif change == "twice":
-        one.tensors["d2t"][1] = one.tensors["d2t"][0] - 1
+        checked.tensors["d2t"][1] = checked.tensors["d2t"][0] - 1
     else:
-        del one.tensors["norm.weight" if change == "lacking" else "d2t"]
+        del checked.tensors["norm.weight" if change == "lacking" else "d2t"]
     if change == "no d2t":
-        one.tensors["lm_head.weight"] = torch.ones(7000, 32, dtype=torch.float64)
+        checked.tensors["lm_head.weight"] = torch.ones(7000, 32, dtype=torch.float64)
     with pytest.raises(DrafterMismatch):
-        loaded(one.written(tmp_path))
+        loaded(checked.written(tmp_path))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_it_keeps_the_laws_of_drafters(tmp_path: Path, temperature: float) -> None:
+def test_it_keeps_the_distributions_of_drafters(tmp_path: Path, temperature: float) -> None:
     folder = case().written(tmp_path)
     no_text_changes(loaded(folder), temperature)
     depends_on_the_text_alone(lambda: loaded(folder), drawn=temperature > 0, draws=True)
@@ -206,15 +206,15 @@ NEMO = {"midlayer": "model.layers.0", "fc.weight": "model.fc.weight",
 
 def test_names_of_nemo(tmp_path: Path) -> None:
     """`model.layers.0.*` and `model.fc`, with NVIDIA's `eagle_config`: the same drafts."""
-    one, inner = case(), {"use_aux_hidden_state": True, "use_last_layernorm": True,
+    checked, inner = case(), {"use_aux_hidden_state": True, "use_last_layernorm": True,
                           "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}  # fmt: skip
-    plain = loaded(one.written(tmp_path / "plain"))
+    plain = loaded(checked.written(tmp_path / "plain"))
     keys = {key: next(key.replace(old, new, 1) for old, new in NEMO.items() if key.startswith(old))
-            for key in one.tensors}  # fmt: skip
-    one.tensors = {keys[key]: tensor for key, tensor in one.tensors.items()}
-    found = loaded(one.written(tmp_path / "nemo", eagle_config=inner))
-    assert found.hidden_layers == plain.hidden_layers
-    assert published.proposal(found, TEXT) == published.proposal(plain, TEXT)
+            for key in checked.tensors}  # fmt: skip
+    checked.tensors = {keys[key]: tensor for key, tensor in checked.tensors.items()}
+    result = loaded(checked.written(tmp_path / "nemo", eagle_config=inner))
+    assert result.hidden_layers == plain.hidden_layers
+    assert published.proposal(result, TEXT) == published.proposal(plain, TEXT)
 
 
 MASK, DEPTHS = 38, 4
@@ -222,32 +222,32 @@ MASK, DEPTHS = 38, 4
 
 def parallel(folder: Path, **changed: Any) -> Path:
     """A checkpoint of P-EAGLE, as `speculators` writes it, of two layers."""
-    one = case(num_hidden_layers=2, own_embeddings=True)
+    checked = case(num_hidden_layers=2, own_embeddings=True)
     values = torch.randn(1, 1, 96, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    one.tensors["mask_hidden"] = 0.5 * values
+    checked.tensors["mask_hidden"] = 0.5 * values
     config = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DEPTHS}]}
-    said = {"speculators_model_type": "peagle", "mask_token_id": MASK, "norm_output": False,
+    by_name = {"speculators_model_type": "peagle", "mask_token_id": MASK, "norm_output": False,
             "speculators_config": config, **changed}  # fmt: skip
-    return one.written(folder, True, **said)
+    return checked.written(folder, True, **by_name)
 
 
 def test_parallel_tokens_read_as_an_independent_forward(tmp_path: Path) -> None:
     """Each mask sees the text and the masks before it, with the learnt feature."""
-    found = eagle3.load_parallel(Checkpoint(parallel(tmp_path)), deep())
-    one = case(num_hidden_layers=2, own_embeddings=True)
+    result = eagle3.load_parallel(Checkpoint(parallel(tmp_path)), deep())
+    item = case(num_hidden_layers=2, own_embeddings=True)
     states = torch.Generator().manual_seed(7)
     feature = 0.5 * torch.randn(1, 1, 96, generator=states, dtype=torch.float64)
     with torch.no_grad():
         hidden = deep().model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
-    taps = torch.stack([hidden[layer][0] for layer in found.hidden_layers], 1)[:-1]
+    taps = torch.stack([hidden[layer][0] for layer in result.hidden_layers], 1)[:-1]
     masks = feature.view(1, 3, 32).expand(DEPTHS - 1, -1, -1)
     tokens = torch.tensor([*TEXT, *[MASK] * (DEPTHS - 1)])
-    wanted = forward(one, torch.cat([taps, masks]), torch.cat([tokens[:1], tokens[1:]]), 1, last=0)
-    logits = drafted_logits(deep(), found, TEXT, [5, 8, 0])
+    wanted = forward(item, torch.cat([taps, masks]), torch.cat([tokens[:1], tokens[1:]]), 1, last=0)
+    logits = drafted_logits(deep(), result, TEXT, [5, 8, 0])
     for ours, theirs in zip(logits, wanted[-DEPTHS:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-5)
-    assert len(published.proposal(found, TEXT, 9)) == DEPTHS + 1
-    published.keeps_the_text(found)
+    assert len(published.proposal(result, TEXT, 9)) == DEPTHS + 1
+    published.keeps_the_text(result)
 
 
 def test_settings_of_parallel_tokens(tmp_path: Path) -> None:

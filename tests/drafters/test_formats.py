@@ -92,10 +92,10 @@ def test_what_is_no_drafter(tmp_path: Path) -> None:
 
 
 def test_every_format_has_a_title_and_tables() -> None:
-    titles = [one.title for one in formats()]
+    titles = [form.title for form in formats()]
     assert len({*titles}) == len(titles) >= 8
-    known = [one for one in formats() if one.settings]
-    assert known and all(isinstance(key, str) for one in known for key in one.settings)
+    known = [form for form in formats() if form.settings]
+    assert known and all(isinstance(key, str) for item in known for key in item.settings)
 
 
 def test_weights_under_two_names_are_refused(tmp_path: Path) -> None:

@@ -88,10 +88,10 @@ SEEN = [7, 3, 31, 2, 9, 4, 4, 1, 12, 22, 5]
 
 
 def observed(drafter: Any) -> Any:
-    own = target()
+    model = target()
     with torch.inference_mode():
-        cache = own.new_cache(1, 64)
-        states = own.read(TokenTree.chain(torch.tensor([SEEN[:-1]])), cache, hidden_layers=(-1,))
+        cache = model.new_cache(1, 64)
+        states = model.read(TokenTree.chain(torch.tensor([SEEN[:-1]])), cache, hidden_layers=(-1,))
         cache.keep(None, torch.tensor([len(SEEN) - 1]))
         drafter.start(1, 64, drafting.CPU)
         drafter.observe(drafting.commit_of([0], [SEEN[:-1]], states.hidden))
@@ -104,7 +104,7 @@ def test_it_reads_as_transformers_own(tmp_path: Path, ordered: bool) -> None:
     drafter = loaded(written(tmp_path, use_ordered_embeddings=ordered))
     reader, drafted = drafter.reader(observed(drafter)), [5, 8, 0]
     model: Any = target().model
-    theirs, found = assistant(use_ordered_embeddings=ordered), []
+    theirs, results = assistant(use_ordered_embeddings=ordered), []
     with torch.inference_mode():
         cache = transformers.DynamicCache()                     # keeps all, of every layer
         out = model(torch.tensor([SEEN[:-1]]), output_hidden_states=True, past_key_values=cache)
@@ -113,14 +113,14 @@ def test_it_reads_as_transformers_own(tmp_path: Path, ordered: bool) -> None:
         hidden, place = out.hidden_states[-1][:, -1:], torch.tensor([[len(SEEN) - 1]])
         for depth, token in enumerate([SEEN[-1], *drafted]):
             chain = TokenTree.chain(torch.tensor([[SEEN[-1], *drafted[:depth]]]))
-            found.append(reader.read(chain, depth)[0, 0])
+            results.append(reader.read(chain, depth)[0, 0])
             embedded = model.get_input_embeddings()(torch.tensor([[token]]))
             made = theirs(inputs_embeds=torch.cat([embedded, hidden], -1), position_ids=place,
                           shared_kv_states=shared)
             hidden, wanted = made.last_hidden_state, made.logits[0, 0]
-            there = found[-1] > -torch.inf
+            there = results[-1] > -torch.inf
             assert there.sum() == (15 if ordered else 40)
-            torch.testing.assert_close(found[-1][there], wanted[there], rtol=0, atol=3e-5)
+            torch.testing.assert_close(results[-1][there], wanted[there], rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["whole head", "centroids"])
@@ -133,7 +133,7 @@ def test_a_quantised_cache_is_read_as_the_target_reads_it(tmp_path: Path) -> Non
     written(tmp_path / "assistant")
     engines = [load(tmp_path / "model", drafter=name, kv_cache="int8", budget=3, dtype="float64")
                for name in (str(tmp_path / "assistant"), "none")]
-    drafted, plain = (one.generate([SEEN], max_new_tokens=9)[0] for one in engines)
+    drafted, plain = (engine.generate([SEEN], max_new_tokens=9)[0] for engine in engines)
     assert drafted.tokens == plain.tokens and drafted.stats.drafted > 0
 
 

@@ -21,7 +21,8 @@ from draftproof.errors import BadInput, DrafterMismatch, ModelNotFound
 
 
 def test_a_folder_of_heads_drafts(tmp_path: Path) -> None:
-    """The tree is the one asked for, else drawn anew every round; earlier versions stored one."""
+    """The tree is the one asked for, else drawn again in every round; earlier versions stored
+    one."""
     write_head(medusa_head(), tmp_path / "old")
     file = tmp_path / "old" / "config.json"
     old = {"tree": [[0], [1]], "bias": True, "pairs": 0}
@@ -32,7 +33,7 @@ def test_a_folder_of_heads_drafts(tmp_path: Path) -> None:
                               ("four", "zephyr_stage2", len(CHOICES["zephyr_stage2"]))):
         engine = load(model(), drafter=str(tmp_path / name), draft_tree=tree, budget=nodes)
         done = engine.generate(prompts(8), max_new_tokens=20)
-        assert [(one.tokens, one.finish_reason) for one in done] == plain
+        assert [(completion.tokens, completion.finish_reason) for completion in done] == plain
         assert engine.drafter.max_draft_tokens == nodes
         assert name == "four" or accepted_share(done) > 0.05
 
@@ -75,5 +76,5 @@ def test_embedded_heads_draft_for_their_target(wide: LlamaForCausalLM, drafter: 
         wanted = Sampling(temperature=temperature, seed=3, max_new_tokens=12)
         plain, drafted = (load(wide, drafter=name, budget=budget).generate(prompt, sampling=wanted)
                           for name, budget in (("none", None), (drafter, 7)))
-        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-        assert all(one.stats.drafted > 0 for one in drafted)
+        assert [draft.tokens for draft in drafted] == [completion.tokens for completion in plain]
+        assert all(draft.stats.drafted > 0 for draft in drafted)

@@ -80,26 +80,26 @@ class Scene:
 def test_decoding_runs_what_training_trains(share: bool, tmp_path: Path) -> None:
     """Fresh heads say what the target says. Stacked heads after token t say what step i says of
     t + 2 + i; so do those of a draft vocabulary of its tokens, written and read again, too."""
-    head, known, given = noisy_head(share=share), torch.tensor([7, 3, 30, 12]), features()
+    head, known, inputs = noisy_head(share=share), torch.tensor([7, 3, 30, 12]), features()
     with torch.no_grad():
-        own = target().unembed(given.hidden[:, :, 0])
-        for step, logits in enumerate(MedusaHead.fresh(target(), 3, 2, share).predict(given,
+        ours = target().unembed(inputs.hidden[:, :, 0])
+        for step, logits in enumerate(MedusaHead.fresh(target(), 3, 2, share).predict(inputs,
                                                                                       target())):
-            torch.testing.assert_close(logits, own[:, : -2 - step], rtol=0, atol=1e-12)
-        trained = list(head.predict(given, target()))
+            torch.testing.assert_close(logits, ours[:, : -2 - step], rtol=0, atol=1e-12)
+        trained = list(head.predict(inputs, target()))
         assert [len(logits[0]) for logits in trained] == [10, 9, 8] and head.steps == 3
         wanted = torch.stack([logits[:, 4] for logits in trained], 1)
-        hidden = given.hidden[:, 4, 0]
-        found = logits_of(Medusa(head, target()), hidden, 3)
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+        hidden = inputs.hidden[:, 4, 0]
+        result = logits_of(Medusa(head, target()), hidden, 3)
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-10)
         head.limit_vocabulary(known, target())
         write_head(head, tmp_path)
         read = read_head(tmp_path, target())
         assert isinstance(read, MedusaHead) and read.config == head.config
-        for one in (head, read):
-            for old, new in zip(trained, one.predict(given, target()), strict=True):
+        for item in (head, read):
+            for old, new in zip(trained, item.predict(inputs, target()), strict=True):
                 torch.testing.assert_close(new, old[..., known], rtol=0, atol=1e-10)
-            few = logits_of(Medusa(one, target()), hidden, 3)
+            few = logits_of(Medusa(item, target()), hidden, 3)
             torch.testing.assert_close(few[..., known], wanted[..., known], rtol=0, atol=1e-10)
             assert int(few.isfinite().sum()) == 3 * 3 * len(known)
     tree = Scene(read, Sampling(temperature=1.0)).propose(30)
@@ -138,11 +138,11 @@ def test_published_sets_are_trees_of_which_a_smaller_budget_takes_the_first(name
         assert len(TreeShape(paths[:budget])) == 1 + min(budget, 63)    # refuses an orphan
         if budget not in (1, 7, 40, 64):
             continue
-        found = stage.propose(budget)
+        tree = stage.propose(budget)
         for row in range(3):
             ranks = [list(enumerate(path)) for path in paths[:budget]]
             wanted = {tuple(int(best[row, head, rank]) for head, rank in path) for path in ranks}
-            assert drafted(found, row).keys() == wanted
+            assert drafted(tree, row).keys() == wanted
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_drafts_are_what_the_target_would_choose_with_these_logits(params: dict[
 def test_confidence_is_the_product_of_what_the_heads_say(tree: Any) -> None:
     """1 at the root, at most the parent's, 0 where absent; the heads' own if greedy."""
     stage = Scene(noisy_head(), Sampling(), tree=tree)
-    found, laws = stage.propose(7), stage.logits.softmax(-1)
-    assert found.confidence is not None and (found.confidence[:, 0] == 1).all()
+    result, distributions = stage.propose(7), stage.logits.softmax(-1)
+    assert result.confidence is not None and (result.confidence[:, 0] == 1).all()
     for row in range(3):
-        for path, confidence in drafted(found, row).items():
-            steps = [float(laws[row, head, token]) for head, token in enumerate(path)]
+        for path, confidence in drafted(result, row).items():
+            steps = [float(distributions[row, head, token]) for head, token in enumerate(path)]
             assert confidence == pytest.approx(math.prod(steps))
     warm = Scene(noisy_head(4), Sampling(temperature=1.3, top_k=3), tree=tree).propose(40)
     assert warm.confidence is not None and torch.equal(warm.confidence > 0, warm.present)
@@ -186,8 +186,8 @@ def after(head: MedusaHead, token: int, logits: Tensor) -> Tensor:
         return logits
     none = torch.zeros(1, VOCAB, dtype=logits.dtype)
     pairs = head.pairs.resized(VOCAB, logits.device)
-    law = pairs.after(torch.tensor([[token]]), none, torch.full((1, 1, 1), WEIGHT))
-    return logits + law[0, 0]
+    distribution = pairs.after(torch.tensor([[token]]), none, torch.full((1, 1, 1), WEIGHT))
+    return logits + distribution[0, 0]
 
 
 @pytest.mark.parametrize("head", [noisy_head, paired_head], ids=["no bigrams", "bigrams"])
@@ -197,30 +197,30 @@ def test_a_target_that_cannot_read_trees_is_drafted_a_chain(head: Any) -> None:
         stage = Scene(head(), Sampling(), tree=tree, vocabulary=Chains())
         assert stage.drafter.max_draft_tokens == stage.drafter.deepest == 3
         for budget, length in ((2, 2), (9, 3)):
-            found = stage.propose(budget)
-            assert found.is_chain and found.tokens.shape == (3, length + 1)
-            for row, chain in enumerate(found.tokens.tolist()):
+            result = stage.propose(budget)
+            assert result.is_chain and result.tokens.shape == (3, length + 1)
+            for row, chain in enumerate(result.tokens.tolist()):
                 for step in range(length):
-                    law = after(head(), chain[step], stage.logits[row, step])
-                    assert int(law.argmax()) == chain[step + 1]
+                    distribution = after(head(), chain[step], stage.logits[row, step])
+                    assert int(distribution.argmax()) == chain[step + 1]
         asked = Scene(head(), Sampling(), tree=tree).propose(9, trees=False)
-        assert asked.is_chain and torch.equal(asked.tokens, found.tokens)
+        assert asked.is_chain and torch.equal(asked.tokens, result.tokens)
 
 
 def test_ranks_of_a_fixed_tree_are_those_after_the_parent() -> None:
     head = paired_head()
     stage = Scene(head, Sampling(), tree=MEDUSA_TREE)
     for budget in (2, 7):
-        found = stage.propose(budget)
+        tree = stage.propose(budget)
         for row in range(3):
             wanted = set()
             for path in MEDUSA_TREE[:budget]:
                 text = [int(stage.frontier.prefix.root[row])]
                 for step, rank in enumerate(path):
-                    law = after(head, text[-1], stage.logits[row, step])
-                    text.append(int(law.argsort(descending=True)[rank]))
+                    distribution = after(head, text[-1], stage.logits[row, step])
+                    text.append(int(distribution.argsort(descending=True)[rank]))
                 wanted.add(tuple(text[1:]))
-            assert drafted(found, row).keys() == wanted
+            assert drafted(tree, row).keys() == wanted
 
 
 def test_trees_that_cannot_be_drafted_are_refused() -> None:
@@ -246,14 +246,14 @@ def test_packed_heads_say_what_operators_say(share: bool, layers: int, known: in
         head.limit_vocabulary(few, tables)
     drafter, hidden = Medusa(head, tables), torch.randn(3, 64, generator=dice).bfloat16()
     with torch.inference_mode():
-        found, wanted = logits_of(drafter, hidden, 3).float(), torch.zeros(3, 3, 96)
+        model, wanted = logits_of(drafter, hidden, 3).float(), torch.zeros(3, 3, 96)
         assert (drafter.packed is not None) == share
-        for step, one in enumerate(head.heads):
-            state = one(hidden.float())
-            own = head.own_projections[step] if not share else head.projection
-            logits = own(state) if own is not None else tables.unembed(state.bfloat16())
+        for step, item in enumerate(head.heads):
+            state = item(hidden.float())
+            ours = head.own_projections[step] if not share else head.projection
+            logits = ours(state) if ours is not None else tables.unembed(state.bfloat16())
             wanted[:, step, few if known is not None else slice(None)] = logits.float()
-        assert (found[..., few] - wanted[..., few]).norm() < 0.02 * wanted.norm()
+        assert (model[..., few] - wanted[..., few]).norm() < 0.02 * wanted.norm()
         for temperature in (0.0, 0.8):
             asked = frontier_of(TEXTS, 7, Sampling(temperature=temperature, seed=3))
             tree = drafter.propose(asked)

@@ -105,14 +105,14 @@ def _written(kind: str, folder: Path) -> Made:
     norms = {what: (0.0 if zero else 1.0) + 0.3 * torch.randn(32)
              for what in ("embed", "hidden", "norm")}  # fmt: skip
     made = Made(folder, layer, norms, 0.3 * torch.randn(32, 64))
-    own = {f"{names['layer']}{key}": one for key, one in _apart(layer.state_dict()).items()}
-    own |= {f"{names[what]}.weight": one for what, one in norms.items()}
-    own[f"{names['proj']}.weight"] = made.proj
+    by_name = {f"{names['layer']}{key}": item for key, item in _apart(layer.state_dict()).items()}
+    by_name |= {f"{names[what]}.weight": item for what, item in norms.items()}
+    by_name[f"{names['proj']}.weight"] = made.proj
     if layout == "deepseek":
-        own["model.layers.2.embed_tokens.weight"] = model.get_input_embeddings().weight.detach()
-        own["model.layers.2.shared_head.head.weight"] = model.lm_head.weight.detach()
+        by_name["model.layers.2.embed_tokens.weight"] = model.get_input_embeddings().weight.detach()
+        by_name["model.layers.2.shared_head.head.weight"] = model.lm_head.weight.detach()
     settings = {key: value for key, value in options.items() if key.endswith("_layers")}
-    _change(folder, own, settings)
+    _change(folder, by_name, settings)
     return made
 
 
@@ -120,30 +120,30 @@ def _change(folder: Path, tensors: dict[str, Any], settings: dict[str, Any]) -> 
     """Add to a checkpoint; None takes away."""
     file, config = folder / "model.safetensors", folder / "config.json"
     whole = {**load_file(file), **tensors}
-    kept = {key: one.contiguous().clone() for key, one in whole.items() if one is not None}
+    kept = {key: item.contiguous().clone() for key, item in whole.items() if item is not None}
     save_file(kept, file, metadata={"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | settings))
 
 
 def _apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Experts one by one, as checkpoints have them."""
-    found = dict(state)
+    result = dict(state)
     for key in [key for key in state if key.endswith("experts.gate_up_proj")]:
-        both, down = found.pop(key), found.pop(key.replace("gate_up", "down"))
+        both, down = result.pop(key), result.pop(key.replace("gate_up", "down"))
         for number in range(len(both)):
             at = f"{key.removesuffix('gate_up_proj')}{number}."
             gate, up = both[number].chunk(2)
-            found |= {f"{at}gate_proj.weight": gate, f"{at}up_proj.weight": up}
-            found[f"{at}down_proj.weight"] = down[number]
-    return found
+            result |= {f"{at}gate_proj.weight": gate, f"{at}up_proj.weight": up}
+            result[f"{at}down_proj.weight"] = down[number]
+    return result
 
 
 def reference(target: Target, made: Made, first: bool, text: list[int], drafted: list[int]) -> Any:
-    """Logits behind a text and after each drafted token: whole forwards without a cache.
+    """Logits after a text and after each drafted token: whole forwards without a cache.
 
-    first: the state comes first, and the embedding behind the first token is zero (MiMo)."""
+    first: the state comes first, and the embedding after the first token is zero (MiMo)."""
     model: Any = target.model
-    base, tokens, found = model.model, torch.tensor([text + drafted]), []
+    base, tokens, results = model.model, torch.tensor([text + drafted]), []
 
     def norm(x: Tensor, what: str) -> Tensor:
         module = type(base.norm)(32, eps=model.config.rms_norm_eps)
@@ -163,17 +163,17 @@ def reference(target: Target, made: Made, first: bool, text: list[int], drafted:
             angles = base.rotary_emb(x, places)
             x = made.layer(x, position_embeddings=angles, attention_mask=mask, position_ids=places)
             out = norm(x[0] if isinstance(x, tuple) else x, "norm")
-            found.append(model.lm_head(out[0, -1]))
+            results.append(model.lm_head(out[0, -1]))
             states = torch.cat([states, out[:, -1:]], 1)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_reads_as_whole_forwards(kind: str, made: Callable[[str], Made]) -> None:
     target, text, drafted = made(kind).opened(), [7, 3, 31, 2, 9, 4, 12], [5, 8, 0]
-    found = drafted_logits(target, mtp.load(target), text, drafted)
+    drafts = drafted_logits(target, mtp.load(target), text, drafted)
     wanted = reference(target, made(kind), kind == "mimo", text, drafted)
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(drafts, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
@@ -188,8 +188,8 @@ def test_it_drafts_what_transformers_would(kind: str, made: Callable[[str], Made
     with torch.no_grad():
         states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1]
         _, logits, _ = theirs(torch.tensor([text[1:]]), states, None, places, cache)
-    found = drafted_logits(target, mtp.load(target), text, [])
-    torch.testing.assert_close(found[0], logits[0, 0], rtol=1e-4, atol=2e-4)
+    drafts = drafted_logits(target, mtp.load(target), text, [])
+    torch.testing.assert_close(drafts[0], logits[0, 0], rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["qwen3.5", "deepseek-v3"])
@@ -198,14 +198,14 @@ def test_no_text_changes(
     kind: str, temperature: float, made: Callable[[str], Made]
 ) -> None:
     target = made(kind).opened()
-    no_text_changes(mtp.load(target), temperature, own=target)
+    no_text_changes(mtp.load(target), temperature, ours=target)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("qwen3.5", "mtp"), ("mimo", "mtp+suffix")])
 def test_it_is_named_like_any_drafter(
     kind: str, name: str, made: Callable[[str], Made]
 ) -> None:
-    engines = (load(made(kind).folder, drafter=one, budget=4) for one in (name, "none"))
+    engines = (load(made(kind).folder, drafter=item, budget=4) for item in (name, "none"))
     texts = [engine.generate([[1, 2, 3]], max_new_tokens=9)[0].tokens for engine in engines]
     assert texts[0] == texts[1]
 
@@ -261,11 +261,11 @@ def test_a_model_without_one_is_told(made: Callable[[str], Made], tmp_path: Path
 
 def alone(made: Made, folder: Path, prefix: str, settings: dict[str, Any] | None,
           name: str = "model.safetensors", **more: Tensor) -> Path:  # fmt: skip
-    """The head of a Qwen model in a folder of its own, its names behind `prefix`."""
+    """The head of a Qwen model in a folder of its own, its names after `prefix`."""
     whole = load_file(made.folder / "model.safetensors")
-    own = {key.replace("mtp.", prefix): one for key, one in whole.items() if "mtp." in key}
+    by_name = {key.replace("mtp.", prefix): item for key, item in whole.items() if "mtp." in key}
     folder.mkdir(exist_ok=True)
-    save_file({**own, **more}, folder / name)
+    save_file({**by_name, **more}, folder / name)
     if settings is not None:
         (folder / "config.json").write_text(json.dumps(settings))
     return folder
@@ -275,7 +275,7 @@ def bare(made: Made, folder: Path) -> Target:
     """The model without its head, as quantised copies have it."""
     shutil.copytree(made.folder, folder)
     whole = load_file(folder / "model.safetensors")
-    save_file({key: one for key, one in whole.items() if "mtp" not in key},
+    save_file({key: item for key, item in whole.items() if "mtp" not in key},
               folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
     return made._replace(folder=folder).opened()
 
@@ -295,17 +295,17 @@ def test_a_head_of_its_own_drafts_as_one_in_the_model(
     theirs = {"fc": "input_proj", "norm": "final_layernorm", "pre_fc_norm_hidden":
               "hidden_layernorm", "pre_fc_norm_embedding": "token_layernorm"}  # fmt: skip
     tensors = {}
-    for key, one in load_file(whole.folder / "model.safetensors").items():
+    for key, item in load_file(whole.folder / "model.safetensors").items():
         if key.startswith("mtp."):
             part = key.removeprefix("mtp.").removesuffix(".weight")
             part = theirs.get(part, part.removeprefix("layers.0."))
-            tensors[f"mtp_layers.0.{part}.weight"] = one
+            tensors[f"mtp_layers.0.{part}.weight"] = item
     (tmp_path / "speculators").mkdir()
     save_file(tensors, tmp_path / "speculators" / "model.safetensors")
-    said = {"speculators_model_type": "mtp", "transformer_layer_config": layer,
+    settings = {"speculators_model_type": "mtp", "transformer_layer_config": layer,
             "num_nextn_predict_layers": 1, "speculators_config": {
                 "proposal_methods": [{"speculative_tokens": 2}]}}  # fmt: skip
-    (tmp_path / "speculators" / "config.json").write_text(json.dumps(said))
+    (tmp_path / "speculators" / "config.json").write_text(json.dumps(settings))
     paths = {
         alone(whole, tmp_path / "mlx", "", MLX): 3, tmp_path / "speculators": 2,
         alone(whole, tmp_path / "named", "mtp.", MLX): 3,
@@ -340,10 +340,10 @@ def test_several_layers_draft_one_token_each(
     for number, layer in enumerate(layers[1:], start=1):
         for weight in layer.parameters():
             weight.data = weight + 0.3 * torch.randn_like(weight)
-        more |= {f"layers.{number}.{key}": one.clone() for key, one in layer.state_dict().items()}
+        more |= {f"layers.{number}.{key}": item.clone() for key, item in layer.state_dict().items()}
     target = whole.opened()
     drafter = load_drafter(alone(whole, tmp_path / "three", "", MLX, **more), target)
-    found, model = drafted_logits(target, drafter, text, drafted), target.model
+    drafts, model = drafted_logits(target, drafter, text, drafted), target.model
     base: Any = model.model
 
     def norm(x: Tensor, what: str) -> Tensor:
@@ -363,6 +363,6 @@ def test_several_layers_draft_one_token_each(
             out = layer(x, position_embeddings=base.rotary_emb(x, places), attention_mask=mask,
                         position_ids=places)
             states = norm(out[0] if isinstance(out, tuple) else out, "norm")
-            torch.testing.assert_close(found[number], model.lm_head(states[0, -1]), rtol=1e-4,
+            torch.testing.assert_close(drafts[number], model.lm_head(states[0, -1]), rtol=1e-4,
                                        atol=2e-4)
     keeps_the_text(drafter, target)

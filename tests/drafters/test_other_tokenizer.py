@@ -32,16 +32,16 @@ def drafter(shape: TreeShape | None = None) -> OtherTokenizer:
 def test_tokens_are_shared_by_what_they_stand_for() -> None:
     """Special ones only if both have them. The others have no chance."""
     known = shared().to_draft.tolist()
-    found = {OURS[index]: THEIRS[own] for index, own in enumerate(known) if own >= 0}
-    same = {one: one for one in (*LETTERS, "th", "he", "<user>", "<s>")}
-    assert found == {**same, "Ġ": "▁", "<end>": "<eos>"} and shared().count == len(found)
+    settings = {OURS[index]: THEIRS[theirs] for index, theirs in enumerate(known) if theirs >= 0}
+    same = {item: item for item in (*LETTERS, "th", "he", "<user>", "<s>")}
+    assert settings == {**same, "Ġ": "▁", "<end>": "<eos>"} and shared().count == len(settings)
     ours, theirs = codec(OURS, "<end>", "<user>", "<s>"), codec(THEIRS, "<eos>", "<s>")
     other = SharedVocabulary(ours, theirs, len(OURS), len(THEIRS))
     assert other.to_draft[OURS.index("<user>")] == -1       # their <user> is a text as any other
     assert other.to_draft[OURS.index("<end>")] == THEIRS.index("<eos>")
     logits = torch.randn(2, 3, len(THEIRS), dtype=torch.float64)
-    for ours, own in zip(shared().over_target(logits).unbind(-1), known, strict=True):
-        assert torch.equal(ours, logits[..., own]) if own >= 0 else (ours == -torch.inf).all()
+    for ours, mine in zip(shared().over_target(logits).unbind(-1), known, strict=True):
+        assert torch.equal(ours, logits[..., mine]) if mine >= 0 else (ours == -torch.inf).all()
 
 
 def test_a_text_goes_from_one_tokenizer_to_the_other() -> None:
@@ -59,25 +59,26 @@ def test_a_text_goes_from_one_tokenizer_to_the_other() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=2)])
 def test_the_text_is_that_of_plain_decoding(shape: TreeShape | None, sampling: Sampling) -> None:
     """Ragged prompts, in fewer rows than texts; under every rule where greedy, rules agree."""
-    own, asked = pair()[0], prompts(7, vocab=len(OURS))
+    ours, asked = pair()[0], prompts(7, vocab=len(OURS))
     options: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling}
-    wanted = texts(Engine(own), asked, **options)
+    wanted = texts(Engine(ours), asked, **options)
     rules = RULES if sampling.temperature == 0 and shape is None else ("match",)
     for rule in rules:
-        engine = Engine(own, drafter(shape), acceptance=rule, budget=6 if shape else 4)
+        engine = Engine(ours, drafter(shape), acceptance=rule, budget=6 if shape else 4)
         assert texts(engine, asked, **options, batch_size=3) == wanted, rule
 
 
 def test_a_draft_that_forgets_the_beginning_changes_no_text() -> None:
     """A text longer than the draft's context: it goes on from the last half."""
-    own, asked = pair()[0], prompts(3, vocab=len(OURS))
+    ours, asked = pair()[0], prompts(3, vocab=len(OURS))
     short = OtherTokenizer(pair(max_position_embeddings=24)[1], shared())
-    wanted = texts(Engine(own), asked, max_new_tokens=50)
-    assert texts(Engine(own, short, budget=3), asked, max_new_tokens=50) == wanted
+    wanted = texts(Engine(ours), asked, max_new_tokens=50)
+    assert texts(Engine(ours, short, budget=3), asked, max_new_tokens=50) == wanted
 
 
 def test_the_cache_holds_what_was_read() -> None:
-    """A draft proposes what one does that reads anew, also where rows take the places of others."""
+    """A draft proposes what one does that reads again, also where rows take the places of
+    others."""
     class Fresh(OtherTokenizer):
         def _own_prefix(self, frontier: Any) -> Any:
             prefix = super()._own_prefix(frontier)
@@ -87,27 +88,28 @@ def test_the_cache_holds_what_was_read() -> None:
             self.lag = [len(row.tokens) - 1 for row in self.rows]
             return prefix
 
-    def drafted(kind: Any, heat: float) -> list[Any]:
-        found = list[Any]()
+    def drafted(kind: Any, temperature: float) -> list[Any]:
+        items = list[Any]()
 
         class Noted(kind):
             def propose(self, frontier: Any) -> TokenTree:
-                found.append(super().propose(frontier))
-                return found[-1]
+                items.append(super().propose(frontier))
+                return items[-1]
 
-        wants = [Sampling(heat, seed=5, max_new_tokens=8 + 5 * row) for row in range(6)]
+        wants = [Sampling(temperature, seed=5, max_new_tokens=8 + 5 * row) for row in range(6)]
         asked, engine = prompts(6, vocab=len(OURS)), Engine(
             pair()[0], Noted(pair()[1], shared()), budget=4)
         engine.generate(asked, sampling=wants, batch_size=4)
-        return [tree.tokens.tolist() for tree in found]
+        return [tree.tokens.tolist() for tree in items]
 
-    for heat in (0.0, 0.8):
-        assert drafted(OtherTokenizer, heat) == drafted(Fresh, heat)
+    for temperature in (0.0, 0.8):
+        assert drafted(OtherTokenizer, temperature) == drafted(Fresh, temperature)
 
 
 def test_what_is_attached_is_what_was_drawn() -> None:
-    """The draft's law of every node is that of its restricted logits after the text before it."""
-    own, asked = pair()[0], prompts(2, vocab=len(OURS), seed=3)
+    """The draft's distribution of every node is that of its restricted logits after the text before
+    it."""
+    ours, asked = pair()[0], prompts(2, vocab=len(OURS), seed=3)
     seen: list[tuple[Tensor, Tensor]] = []
 
     class Kept(OtherTokenizer):
@@ -116,16 +118,16 @@ def test_what_is_attached_is_what_was_drawn() -> None:
             seen.append((tree.tokens, tree.draft_probs))
             return tree
 
-    engine = Engine(own, Kept(pair()[1], shared()), acceptance="rejection", budget=3)
+    engine = Engine(ours, Kept(pair()[1], shared()), acceptance="rejection", budget=3)
     engine.generate(asked, max_new_tokens=8, sampling=Sampling(temperature=1.0, seed=4))
     known = shared().to_draft >= 0
-    for tokens, law in seen:
-        if law is None:
+    for tokens, distribution in seen:
+        if distribution is None:
             continue
-        assert (law[:, 1:, ~known] == 0).all()
-        picked = law[:, 1:].gather(-1, tokens[:, 1:, None].clamp(min=0))[..., 0]
+        assert (distribution[:, 1:, ~known] == 0).all()
+        picked = distribution[:, 1:].gather(-1, tokens[:, 1:, None].clamp(min=0))[..., 0]
         assert (picked[tokens[:, 1:] >= 0] > 0).all()
-        torch.testing.assert_close(law[:, 1:].sum(-1), torch.ones_like(picked))
+        torch.testing.assert_close(distribution[:, 1:].sum(-1), torch.ones_like(picked))
     assert seen
 
 

@@ -26,33 +26,33 @@ def drafter(**overrides: Any) -> ParallelDraft:
 
 def test_a_block_is_read_as_without_a_cache() -> None:
     """After a prompt, and again after some of the draft was accepted."""
-    own, model, seen = drafter(), tiny.model(seed=1, num_hidden_layers=1), list(SEEN)
-    own.start(1, 64, drafting.CPU)
-    own.observe(drafting.commit_of([0], [seen[:-1]]))
+    ours, model, seen = drafter(), tiny.model(seed=1, num_hidden_layers=1), list(SEEN)
+    ours.start(1, 64, drafting.CPU)
+    ours.observe(drafting.commit_of([0], [seen[:-1]]))
     for new in ([], [5, 8, 0], [3]):
         if new:
-            own.observe(drafting.commit_of([0], [[seen[-1], *new[:-1]]]))
+            ours.observe(drafting.commit_of([0], [[seen[-1], *new[:-1]]]))
         seen += new
         with torch.inference_mode():
             frontier = drafting.frontier_of([seen], 4)
-            found = own._block(frontier, 4)[0]
+            result = ours._block(frontier, 4)[0]
             wanted = model(torch.tensor([[*seen, *[MASK] * 3]])).logits[0, len(seen) - 1 :]
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-9)
 
 
 def test_rows_of_different_lengths_share_a_pass() -> None:
-    own, texts = drafter(), [SEEN, SEEN[:4]]
-    own.start(2, 64, drafting.CPU)
+    ours, texts = drafter(), [SEEN, SEEN[:4]]
+    ours.start(2, 64, drafting.CPU)
     for row, text in enumerate(texts):
-        own.observe(drafting.commit_of([row], [text[:-1]]))
+        ours.observe(drafting.commit_of([row], [text[:-1]]))
     with torch.inference_mode():
-        found = own.propose(drafting.frontier_of(texts, 4, trees=False)).tokens
+        result = ours.propose(drafting.frontier_of(texts, 4, trees=False)).tokens
         for row, text in enumerate(texts):
             alone = drafter()
             alone.start(1, 64, drafting.CPU)
             alone.observe(drafting.commit_of([0], [text[:-1]]))
-            one = alone.propose(drafting.frontier_of([text], 4, trees=False)).tokens
-            assert found[row].tolist() == one[0].tolist()
+            item = alone.propose(drafting.frontier_of([text], 4, trees=False)).tokens
+            assert result[row].tolist() == item[0].tolist()
 
 
 def test_no_text_changes() -> None:
@@ -76,11 +76,11 @@ def test_a_folder_with_a_mask_token_drafts_in_one_pass(tmp_path: Path) -> None:
 
 
 def test_long_gaps_are_read_apart() -> None:
-    own, text = drafter(), [3 + number % 30 for number in range(60)]
-    own.start(1, 128, drafting.CPU)
-    own.observe(drafting.commit_of([0], [text[:-1]]))
+    ours, text = drafter(), [3 + number % 30 for number in range(60)]
+    ours.start(1, 128, drafting.CPU)
+    ours.observe(drafting.commit_of([0], [text[:-1]]))
     with torch.inference_mode():
-        tree = own.propose(drafting.frontier_of([text], TOKENS, trees=False, capacity=128))
+        tree = ours.propose(drafting.frontier_of([text], TOKENS, trees=False, capacity=128))
         model = tiny.model(seed=1, num_hidden_layers=1)
         wanted = model(torch.tensor([[*text, *[MASK] * (TOKENS - 1)]])).logits[0, len(text) - 1 :]
     assert isinstance(tree, TokenTree)

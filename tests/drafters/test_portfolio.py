@@ -86,8 +86,8 @@ def test_each_node_is_told_with_the_first_member_that_proposed_it() -> None:
     row = Row(portfolio)
     prefix = Prefix(row.tokens, torch.tensor([2]))
     tree = portfolio.propose(Frontier(prefix, sampler_of(Sampling()), 5))
-    said = dict(zip(drafted(tree), portfolio.drafted_by(tree)[0][1:], strict=True))
-    assert said == {(5,): "first", (7,): "first", (5, 9): "says", (5, 6): "first", (7, 8): "first"}
+    out = dict(zip(drafted(tree), portfolio.drafted_by(tree)[0][1:], strict=True))
+    assert out == {(5,): "first", (7,): "first", (5, 9): "says", (5, 6): "first", (7, 8): "first"}
 
 
 def test_a_right_member_is_believed_even_if_the_target_did_not_read_it() -> None:
@@ -146,7 +146,7 @@ def test_nearly_as_much_is_accepted_as_by_the_best_member(sampling: Sampling) ->
     """Twice the same requests, so that all have learnt: the best is not drowned by the others, nor
     by one that errs always."""
     asked, options = prompts(4, seed=3), {"max_new_tokens": 40, "sampling": sampling}
-    wanted = [one.tokens for one in Engine(target()).generate(asked, **options)]
+    wanted = [completion.tokens for completion in Engine(target()).generate(asked, **options)]
     known = {tuple(prompt): answer for prompt, answer in zip(asked, wanted, strict=True)}
     ways: dict[str, Drafter] = {
         "lookup": PromptLookup(), "suffix": SuffixDrafter(), "recycling": TokenRecycling(),
@@ -158,7 +158,7 @@ def test_nearly_as_much_is_accepted_as_by_the_best_member(sampling: Sampling) ->
         engine = Engine(target(), Watch(drafter), budget=6)
         for _ in range(2):
             done = engine.generate(asked, **options, batch_size=3)
-            assert [one.tokens for one in done] == wanted
+            assert [completion.tokens for completion in done] == wanted
         rates[name] = per_round(done)
     assert rates["all"] > 0.8 * max(rates.values()) > 2
 
@@ -169,7 +169,7 @@ def test_who_rereads_its_own_tree_is_refused_and_so_is_nobody() -> None:
     with pytest.raises(BadInput, match="no drafters"):
         Portfolio([])
     done = Engine(target(), Portfolio([Plain()]), budget=3).generate(prompts(2), max_new_tokens=8)
-    assert all(one.stats.accepted == 0 for one in done)
+    assert all(completion.stats.accepted == 0 for completion in done)
 
 
 def test_any_model_gets_a_portfolio_when_nobody_names_a_drafter() -> None:
@@ -184,7 +184,7 @@ def test_any_model_gets_a_portfolio_when_nobody_names_a_drafter() -> None:
 
 def test_drafters_are_merged_by_their_names() -> None:
     """Heads among them; a portfolio's members are the whole's; a draft model cannot be one."""
-    own = load("demo", drafter="none")
+    mine = load("demo", drafter="none")
     for name, members in {"suffix+recycling": ["suffix", "recycling"],
                           "medusa+portfolio": ["medusa", "prompt-lookup", "suffix",
                                                "recycling"]}.items():
@@ -192,7 +192,8 @@ def test_drafters_are_merged_by_their_names() -> None:
         assert isinstance(engine.drafter, Portfolio) and [
             member.name for member in engine.drafter.members
         ] == members
-        text = [one.generate("The cat and the", max_new_tokens=16)[0].text for one in (own, engine)]
+        text = [writer.generate("The cat and the", max_new_tokens=16)[0].text
+                for writer in (mine, engine)]
         assert text[0] == text[1]
     for name, why in {
         "medusa+lookup": "drafter was 'lookup'; did you mean prompt-lookup",

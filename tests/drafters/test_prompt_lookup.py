@@ -31,14 +31,14 @@ def frontier(
 
 def search(text: list[int], longest: int, shortest: int) -> list[tuple[int, int]]:
     """Length and end of earlier matches of the text's end, the longest and latest first."""
-    found = []
+    results = []
     for end in range(1, len(text)):
         size = 0
         while size < min(longest, end) and text[end - 1 - size] == text[-1 - size]:
             size += 1
         if size >= shortest:
-            found.append((size, end))
-    return sorted(found, reverse=True)
+            results.append((size, end))
+    return sorted(results, reverse=True)
 
 
 def goes_on(text: list[int], end: int, budget: int) -> list[int]:
@@ -79,16 +79,16 @@ def test_a_tree_holds_the_likeliest_of_several_continuations() -> None:
             asked = frontier([text], 6, wants_trees, seed=len(text))
             trees.append(PromptLookup(longest, shortest).propose(asked))
             assert_well_formed(trees[-1], asked)
-        confidence, found = by_hand(text, longest, shortest, 6), drafted(trees[0])
+        confidence, drafts = by_hand(text, longest, shortest, 6), drafted(trees[0])
         best = sorted(confidence.values(), reverse=True)[:6]
-        assert list(found.values()) == pytest.approx(best)
-        assert found == pytest.approx({path: confidence[path] for path in found})
-        worth = {path: sum(found[path[: end + 1]] for end in range(len(path))) for path in found}
+        assert list(drafts.values()) == pytest.approx(best)
+        assert drafts == pytest.approx({path: confidence[path] for path in drafts})
+        worth = {path: sum(drafts[path[: end + 1]] for end in range(len(path))) for path in drafts}
         chain = max(drafted(trees[1]), key=len, default=())
         assert trees[1].is_chain and worth.get(chain, 0) == pytest.approx(
             max(worth.values(), default=0)
         )
-        branched += sum(len(path) == 1 for path in found) > 1
+        branched += sum(len(path) == 1 for path in drafts) > 1
     assert branched > 30, "no tree had two branches: it tests chains"
 
 
@@ -105,7 +105,7 @@ def test_rows_do_not_see_each_other_nor_what_lies_after_their_text() -> None:
 def test_what_repeats_is_accepted() -> None:
     """Greedy, a tiny model goes round in circles: lookup must follow it, and the text must stay."""
     asked = [text * 3 for text in prompts(6, seed=3)]
-    wanted = [one.tokens for one in Engine(target()).generate(asked, max_new_tokens=60)]
+    wanted = [item.tokens for item in Engine(target()).generate(asked, max_new_tokens=60)]
     done = Engine(target(), Watch(PromptLookup()), budget=7).generate(asked, max_new_tokens=60)
-    assert [one.tokens for one in done] == wanted
+    assert [completion.tokens for completion in done] == wanted
     assert per_round(done) > 1.5

@@ -85,7 +85,9 @@ def asking(
     return replace(frontier, prefix=replace(frontier.prefix, ahead=budget))
 
 
-def law_after(head: ReDrafterHead, vocabulary: Any, context: Tensor, drafted: list[int]) -> Tensor:
+def distribution_after(
+    head: ReDrafterHead, vocabulary: Any, context: Tensor, drafted: list[int]
+) -> Tensor:
     """[V] log-probabilities after `drafted` tokens, the state run through from the beginning."""
     weights = {name: weight.detach() for name, weight in head.state_dict().items()}
     form, state = head.config, torch.zeros_like(context)
@@ -101,10 +103,10 @@ def law_after(head: ReDrafterHead, vocabulary: Any, context: Tensor, drafted: li
         name = f"lm_head.{block}.linear"
         mixed = weights[f"{name}.weight"] @ inner + weights[f"{name}.bias"]
         inner = inner + mixed * torch.sigmoid(mixed)
-    own = weights.get(f"lm_head.{form.num_layers}.weight")
-    logits = own @ inner if own is not None else vocabulary.unembed(inner)
+    ours = weights.get(f"lm_head.{form.num_layers}.weight")
+    logits = ours @ inner if ours is not None else vocabulary.unembed(inner)
     if (known := weights.get("token_map")) is not None:     # the others never come
-        few, logits = logits if own is not None else logits[known], torch.full((90,), -math.inf)
+        few, logits = logits if ours is not None else logits[known], torch.full((90,), -math.inf)
         logits = logits.double().index_copy(0, known, few)
     return logits.log_softmax(0)
 
@@ -122,10 +124,10 @@ def test_nodes_are_the_likeliest_that_the_published_search_weighs(form: str) -> 
             for _ in range(length):
                 grown = []
                 for path, score in beams:
-                    best = law_after(head, tables, hidden[row], [root, *path]).topk(width)
+                    best = distribution_after(head, tables, hidden[row], [root, *path]).topk(width)
                     for step, token in zip(*best, strict=True):
                         grown.append(((*path, int(token)), score + float(step)))
-                beams = sorted(grown, key=lambda one: -one[1])[:width]
+                beams = sorted(grown, key=lambda item: -item[1])[:width]
                 weighed |= dict(grown)
             deep = [path for path in weighed if len(path) <= budget]
             wanted = sorted(deep, key=lambda path: -weighed[path])[: budget + 1]
@@ -146,8 +148,8 @@ def test_a_target_of_chains_gets_the_best_first_chain() -> None:
         assert tree.is_chain and tree.tokens.shape == (2, 4)
         for row, chain in enumerate(tree.tokens.tolist()):
             for place in range(1, 4):
-                law = law_after(head, tables, hidden[row], chain[:place])
-                assert int(law.argmax()) == chain[place]
+                distribution = distribution_after(head, tables, hidden[row], chain[:place])
+                assert int(distribution.argmax()) == chain[place]
 
 
 @pytest.mark.parametrize("params",
@@ -167,7 +169,7 @@ def test_every_beam_is_sampled_by_its_own_path(params: dict[str, Any]) -> None:
     paths = [(), *confidence]
     for path in paths:
         children = {other[-1] for other in paths if other[:-1] == path and other}
-        logits = law_after(head, tables, hidden[0], [7, *path])[None, None]
+        logits = distribution_after(head, tables, hidden[0], [7, *path])[None, None]
         chain = TokenTree.chain(torch.tensor([[7, *path]]))
         here = Paths(frontier.prefix, chain, first=len(path))
         scores = frontier.sampler.gumbel_logits(logits, here, Role.TARGET)
@@ -186,13 +188,13 @@ def test_what_may_not_come_is_absent() -> None:
     hidden = random(2, 8, seed=6)
     drafter = ReDrafter(random_head(tables), tables, width=4, length=3)
     allowed = {token: float("-inf") for token in range(90) if token not in (3, 8)}
-    given = (drafter, hidden, [7, 9], 30)
-    found = drafter.propose(asking(*given, logit_bias=allowed))
-    tokens = found.tokens[found.present]
+    inputs = (drafter, hidden, [7, 9], 30)
+    tree = drafter.propose(asking(*inputs, logit_bias=allowed))
+    tokens = tree.tokens[tree.present]
     assert set(tokens.tolist()) == {3, 7, 8, 9} and tokens.numel() <= 2 * (1 + 2 + 4 + 8)
     nothing = {token: float("-inf") for token in range(90)}
-    found = drafter.propose(asking(*given, logit_bias=nothing))
-    assert (found.tokens[:, 1:] == ABSENT).all()
+    tree = drafter.propose(asking(*inputs, logit_bias=nothing))
+    assert (tree.tokens[:, 1:] == ABSENT).all()
 
 
 @needs_kernels
@@ -240,15 +242,15 @@ def test_training_unrolls_the_same_recurrence(form: str) -> None:
     head = random_head(tables, steps=3, **FORMS[form])
     tokens = torch.randint(90, (2, 7), generator=torch.Generator().manual_seed(1))
     hidden = random(2, 7, 1, 8, seed=1)
-    found = list(head.predict(Features(tokens, hidden, torch.ones(2, 7)), tables))
+    items = list(head.predict(Features(tokens, hidden, torch.ones(2, 7)), tables))
     known = slice(None) if head.token_map is None else head.token_map
-    assert [len(one[0]) for one in found] == [5, 4, 3]
-    for step, logits in enumerate(found):
+    assert [len(item[0]) for item in items] == [5, 4, 3]
+    for step, logits in enumerate(items):
         for row in range(2):
             for t in range(5 - step):
                 consumed = tokens[row, t + 1 : t + 2 + step].tolist()
-                law = law_after(head, tables, hidden[row, t, 0], consumed)
-                torch.testing.assert_close(logits[row, t].log_softmax(-1), law[known])
+                distribution = distribution_after(head, tables, hidden[row, t, 0], consumed)
+                torch.testing.assert_close(logits[row, t].log_softmax(-1), distribution[known])
 
 
 def test_a_fresh_head_begins_near_the_target() -> None:
@@ -258,8 +260,8 @@ def test_a_fresh_head_begins_near_the_target() -> None:
     for form in ({}, {"exit_dim": 11}, {"share_lm_head": True}):
         head = ReDrafterHead.fresh(tables, **form)
         offset = 0.0 if form.get("share_lm_head") else 0.25
-        found = head.logits(hidden, torch.zeros_like(hidden), tables) + offset
-        torch.testing.assert_close(found, tables.unembed(hidden))
+        result = head.logits(hidden, torch.zeros_like(hidden), tables) + offset
+        torch.testing.assert_close(result, tables.unembed(hidden))
     head = ReDrafterHead.fresh(tables)
     states = head.advance(tables.embed(torch.arange(90)), None)
     assert 0.1 < float(states.detach().square().mean().sqrt()) < 3
@@ -267,25 +269,25 @@ def test_a_fresh_head_begins_near_the_target() -> None:
     assert all(torch.equal(again[name], weight) for name, weight in head.state_dict().items())
 
 
-def test_least_squares_find_a_law_between_hidden_states() -> None:
+def test_least_squares_find_a_distribution_between_hidden_states() -> None:
     """Texts whose every hidden state is P [h; s; 1] of the one before give P; else nothing moves.
 
     Of tokens that are not in the loss they may be anything."""
     tables, rng = Tables(), torch.Generator().manual_seed(0)
     head = ReDrafterHead.fresh(tables, steps=1, share_lm_head=True).double()
-    law = ReDrafterHead.fresh(tables, steps=1, share_lm_head=True).double().input_proj
-    torch.nn.init.normal_(law.weight, std=0.2, generator=rng)
+    distribution = ReDrafterHead.fresh(tables, steps=1, share_lm_head=True).double().input_proj
+    torch.nn.init.normal_(distribution.weight, std=0.2, generator=rng)
     tokens = torch.randint(90, (20, 30), generator=rng)
     states = head.advance(tables.embed(tokens), None)
     hidden = [random(20, 8, seed=2)]
     for place in range(1, 30):
-        hidden.append(law(torch.cat([hidden[-1], states[:, place]], -1)))
+        hidden.append(distribution(torch.cat([hidden[-1], states[:, place]], -1)))
     weights = torch.ones(tokens.shape)
-    hidden[12], weights[:, 13:15] = random(20, 8, seed=3), 0.0      # the law is broken around here
+    hidden[12], weights[:, 13:15] = random(20, 8, seed=3), 0.0      # it is broken around here
     features = Features(tokens, torch.stack(hidden, 1)[:, :, None].detach(), weights)
     head.solve(iter([features]), tables)
-    torch.testing.assert_close(head.input_proj.weight, law.weight, atol=2e-2, rtol=0)
-    torch.testing.assert_close(head.input_proj.bias, law.bias, atol=2e-2, rtol=0)
+    torch.testing.assert_close(head.input_proj.weight, distribution.weight, atol=2e-2, rtol=0)
+    torch.testing.assert_close(head.input_proj.bias, distribution.bias, atol=2e-2, rtol=0)
     fresh, wide = (ReDrafterHead.fresh(tables) for _ in range(2))
     wide.solve(iter([features]), tables)                            # as published: no projection
     pairs = zip(wide.parameters(), fresh.parameters(), strict=True)
@@ -296,12 +298,12 @@ def test_the_head_that_was_given_stays_as_it_is() -> None:
     """Decoding copies, in half precision too: packing must not reach the user's weights."""
     tables = Tables(vocab=256, hidden=64, dtype=torch.bfloat16)
     head = ReDrafterHead.fresh(tables).bfloat16()
-    given = {name: weight.clone() for name, weight in head.state_dict().items()}
+    settings = {name: weight.clone() for name, weight in head.state_dict().items()}
     drafter = ReDrafter(head, tables)
     hidden = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     with torch.inference_mode():
         assert bool(drafter.propose(asking(drafter, hidden, [3], budget=9)).present.all())
-    assert all(torch.equal(given[name], weight) for name, weight in head.state_dict().items())
+    assert all(torch.equal(settings[name], weight) for name, weight in head.state_dict().items())
 
 
 def test_what_does_not_fit_is_refused() -> None:

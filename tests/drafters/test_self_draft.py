@@ -54,43 +54,43 @@ def test_eight_bits_agree_nearly_always_and_one_layer_less() -> None:
 @pytest.mark.parametrize("family",
                          ["llama", "qwen3", "gpt2", "gemma3", "opt", "falcon", "qwen2-sliding"])
 def test_the_first_layers_read_what_the_target_shows_there(family: str) -> None:
-    """Logits of N layers are the target's head and norm behind its hidden state at layer N."""
-    own = target(family)
-    short = first_layers(own, 1)
+    """Logits of N layers are the target's head and norm after its hidden state at layer N."""
+    ours = target(family)
+    short = first_layers(ours, 1)
     tree = TokenTree.shaped(torch.tensor([[3, 1, 4, 1, 5]]),
                             TreeShape.from_digits(["0", "1", "10", "11"]))
     with torch.inference_mode():
-        wanted = own.read(tree, own.new_cache(1, 64), hidden_layers=(1,)).hidden
-        found = short.read(tree, short.new_cache(1, 64), hidden_layers=(-1,))
+        wanted = ours.read(tree, ours.new_cache(1, 64), hidden_layers=(1,)).hidden
+        result = short.read(tree, short.new_cache(1, 64), hidden_layers=(-1,))
         norm = {"gpt2": "ln_f", "falcon": "ln_f",
                 "opt": "decoder.final_layer_norm"}.get(family, "norm")
-        normed = own.model.base_model.get_submodule(norm)(wanted[:, :, 0])
-        torch.testing.assert_close(found.hidden[:, :, 0], normed, rtol=0, atol=1e-9)
-        torch.testing.assert_close(found.logits, own.unembed(normed), rtol=0, atol=1e-9)
-    assert len(short.new_cache(1, 64).layers) == 1 and short.reads_trees == own.reads_trees
+        normed = ours.model.base_model.get_submodule(norm)(wanted[:, :, 0])
+        torch.testing.assert_close(result.hidden[:, :, 0], normed, rtol=0, atol=1e-9)
+        torch.testing.assert_close(result.logits, ours.unembed(normed), rtol=0, atol=1e-9)
+    assert len(short.new_cache(1, 64).layers) == 1 and short.reads_trees == ours.reads_trees
 
 
 def test_a_self_draft_shares_what_is_not_quantised() -> None:
-    own = Target(fresh("llama"))
-    short, draft = (SelfDraft(own, **options).model.model
+    ours = Target(fresh("llama"))
+    short, draft = (SelfDraft(ours, **options).model.model
                     for options in ({"layers": 1}, {"quantize": "int8"}))
-    assert weight_bytes(torch.nn.ModuleList([own.model, short])) == weight_bytes(own.model)
-    assert len(own.model.model.layers) == 2 == own.model.config.num_hidden_layers
-    assert draft.model.embed_tokens.weight is own.model.model.embed_tokens.weight
-    assert draft.model.norm.weight is own.model.model.norm.weight
+    assert weight_bytes(torch.nn.ModuleList([ours.model, short])) == weight_bytes(ours.model)
+    assert len(ours.model.model.layers) == 2 == ours.model.config.num_hidden_layers
+    assert draft.model.embed_tokens.weight is ours.model.model.embed_tokens.weight
+    assert draft.model.norm.weight is ours.model.model.norm.weight
     assert isinstance(draft.model.layers[0].mlp.down_proj, QuantizedLinear)
-    assert type(own.model.model.layers[0].mlp.down_proj) is torch.nn.Linear
+    assert type(ours.model.model.layers[0].mlp.down_proj) is torch.nn.Linear
 
 
 def test_a_packed_target_drafts_for_itself() -> None:
     packed = fresh("llama").bfloat16()
     if not pack_linears(packed):
         pytest.skip("nothing is packed on this machine")
-    own, asked = Target(packed), prompts(4, seed=6)
+    ours, asked = Target(packed), prompts(4, seed=6)
     for options in ({"quantize": "int8"}, {"layers": 1}):
-        engine = Engine(own, Watch(SelfDraft(own, **options)), budget=3)
+        engine = Engine(ours, Watch(SelfDraft(ours, **options)), budget=3)
         done = engine.generate(asked, max_new_tokens=20)
-        assert sum(one.stats.accepted for one in done) > 0
+        assert sum(completion.stats.accepted for completion in done) > 0
 
 
 def test_names() -> None:
@@ -105,6 +105,6 @@ def test_names() -> None:
         with pytest.raises(BadInput, match=f"{count} layers were asked for"):
             SelfDraft(target(), layers=count)
     shape = TreeShape.branching((2, 1))
-    own = load(model("llama"), drafter="self-layers:1", budget=3, draft_tree=shape)
-    assert isinstance(own.drafter, SelfDraft) and own.drafter.shape == shape
+    loaded = load(model("llama"), drafter="self-layers:1", budget=3, draft_tree=shape)
+    assert isinstance(loaded.drafter, SelfDraft) and loaded.drafter.shape == shape
     assert load(model("llama"), drafter="self-int8").drafter.name == "self-draft"

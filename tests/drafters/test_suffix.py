@@ -34,13 +34,13 @@ def counted(text: Text, others: list[Text]) -> dict[int, float]:
     left = 1.0
     for size in (size for size in SIZES if size <= len(text)):
         seen: dict[int, float] = {}
-        own: dict[int, bool] = {}  # whether last seen in the text itself
+        ours: dict[int, bool] = {}  # whether last seen in the text itself
         for other in [*others, text[:-1]]:                      # the root is not committed
             for end in range(size, len(other)):
                 if other[end - size : end] == text[-size:]:
                     seen[other[end]] = seen.get(other[end], 0) + 1
-                    own[other[end]] = other not in others
-        seen = {token: count + OWN * own[token] for token, count in seen.items()}
+                    ours[other[end]] = other not in others
+        seen = {token: count + OWN * ours[token] for token, count in seen.items()}
         total = sum(seen.values()) + len(seen)
         for token, count in seen.items():
             confidence[token] = confidence.get(token, 0.0) + left * count / total
@@ -51,7 +51,7 @@ def counted(text: Text, others: list[Text]) -> dict[int, float]:
 def test_confidence_is_that_of_counting() -> None:
     """Random texts over four tokens, earlier and running: next tokens are as likely as counted."""
     slots = slot_of(torch.arange(30))
-    four = [int((slots == one).nonzero()[0]) for one in range(SLOTS)]     # none pushes out another
+    four = [int((slots == item).nonzero()[0]) for item in range(SLOTS)]     # none replaces another
     dice, checked = random.Random(1), 0
     for case in range(25):
         texts = [[dice.choice(four) for _ in range(dice.randint(2, 30))] for _ in range(3)]
@@ -60,12 +60,12 @@ def test_confidence_is_that_of_counting() -> None:
         drafter.observe(commit_of([0], [mine[:1]]))
         for start in range(1, len(mine) - 1, 5):                # in pieces, as rounds commit them
             drafter.observe(commit_of([0], [mine[start : min(start + 5, len(mine) - 1)]]))
-        found = {path[0]: one for path, one in drafted(proposed(drafter, [mine], 30)).items()
+        settings = {path[0]: item for path, item in drafted(proposed(drafter, [mine], 30)).items()
                  if len(path) == 1}
         wanted = counted(mine, texts[:2])
-        assert found.keys() <= wanted.keys()
-        kept = {token: one for token, one in wanted.items() if one > 0.05}  # others may be dropped
-        assert {token: found.get(token, 0.0) for token in kept} == pytest.approx(
+        assert settings.keys() <= wanted.keys()
+        kept = {token: item for token, item in wanted.items() if item > 0.05}   # others may go
+        assert {token: settings.get(token, 0.0) for token in kept} == pytest.approx(
             kept, rel=0.05
         ), case
         checked += len(kept)
@@ -82,7 +82,7 @@ def test_what_followed_is_continued(earlier: Text, text: Text, wanted: Text) -> 
     drafter.start(2, CAPACITY, CPU)
     drafter.observe(commit_of([0], [text[:-1]]))
     tree = proposed(drafter, [text], trees=False)
-    assert tree.is_chain and [one for one in tree.tokens[0].tolist() if one != ABSENT] == wanted
+    assert tree.is_chain and [item for item in tree.tokens[0].tolist() if item != ABSENT] == wanted
 
 
 def test_a_row_reads_what_another_row_writes() -> None:
@@ -98,8 +98,8 @@ def test_frequent_before_recent_and_own_before_other_texts() -> None:
         drafter.observe(commit_of([0], [text]))
         drafter.select([])
     drafter.observe(commit_of([0], [[1]]))
-    one = drafted(proposed(drafter, [[1, 4]]))
-    assert one[(5,)] > one[(6,)] > 0
+    drafts = drafted(proposed(drafter, [[1, 4]]))
+    assert drafts[(5,)] > drafts[(6,)] > 0
     drafter.observe(commit_of([0], [[4, 6, 2]]))
     two = drafted(proposed(drafter, [[1, 4, 6, 2, 4]]))
     assert two[(6,)] > two[(5,)] > 0
@@ -177,5 +177,5 @@ def test_copies_of_a_row_write_apart() -> None:
     drafter.observe(commit_of([0, 1, 2], [[12], [13], [14]]))
     for row, end in enumerate((7, 9, 11)):
         texts = [[3, 4, 5, 6, 7, 12, end], [3, 4, 5, 8, 9, 13, end], [3, 4, 5, 10, 11, 14, end]]
-        found = drafted(proposed(drafter, texts, 8))
-        assert {(12,), (13,), (14,)} & found.keys() == {(12 + row,)}
+        drafts = drafted(proposed(drafter, texts, 8))
+        assert {(12,), (13,), (14,)} & drafts.keys() == {(12 + row,)}

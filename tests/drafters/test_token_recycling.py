@@ -55,9 +55,9 @@ def test_what_was_likely_is_drafted_with_the_chances_of_paths() -> None:
     tree = TokenTree.chain(torch.tensor([[5, 6]]))
     drafter.observe(read(tree, [0], {0: {6: 0.6, 7: 0.4}, 1: {8: 0.9, 9: 0.1}}))
     drafter.observe(commit_of([0], [[31]]))
-    found = drafted(proposed(drafter, [[30, 5, 31, 5]], budget=4))
-    assert found == pytest.approx({(6,): 0.6, (6, 8): 0.54, (7,): 0.4, (6, 9): 0.06}, rel=1e-4)
-    assert list(found) == [(6,), (6, 8), (7,), (6, 9)]
+    drafts = drafted(proposed(drafter, [[30, 5, 31, 5]], budget=4))
+    assert drafts == pytest.approx({(6,): 0.6, (6, 8): 0.54, (7,): 0.4, (6, 9): 0.06}, rel=1e-4)
+    assert list(drafts) == [(6,), (6, 8), (7,), (6, 9)]
 
 
 def test_rejected_nodes_teach_and_absent_ones_do_not() -> None:
@@ -108,8 +108,8 @@ def test_of_one_token_read_twice_at_once_the_later_counts() -> None:
     drafter = started()
     tree = TokenTree.chain(torch.tensor([[6, 6, 6]]))
     drafter.observe(read(tree, [0], {0: even(7, 8), 1: even(9, 10), 2: even(11, 12)}))
-    found = drafted(proposed(drafter, [[30, 6, 1, 6]]))
-    assert {path[0] for path in found} == {11, 12}
+    drafts = drafted(proposed(drafter, [[30, 6, 1, 6]]))
+    assert {path[0] for path in drafts} == {11, 12}
 
 
 def test_a_small_memory_forgets_but_never_mixes() -> None:
@@ -155,10 +155,10 @@ def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
     assert prompt.successors is None and len(rounds) > 3
     for commit in rounds:
         assert (commit.successors is None) == (wants == 0)
-        if (found := commit.successors) is not None:
-            assert found.tokens.shape == (1, 4, min(wants, VOCAB))
-            assert (found.logits.diff(dim=-1) <= 0).all()
-            best = found.tokens[0, commit.nodes[0, : int(commit.count)], 0].tolist()
+        if (result := commit.successors) is not None:
+            assert result.tokens.shape == (1, 4, min(wants, VOCAB))
+            assert (result.logits.diff(dim=-1) <= 0).all()
+            best = result.tokens[0, commit.nodes[0, : int(commit.count)], 0].tolist()
             assert best == done.tokens[read + 1 : read + 1 + len(best)]
             read += len(best)
 
@@ -179,7 +179,7 @@ def test_what_rounds_and_rests_tell_is_kept_apart() -> None:
     """Plain rounds are told later; the target's best tokens are unknown while drafting rests."""
     drafter = Ask(3, draws=False)
     Engine(target(), drafter, budget=Third()).generate(prompts(1, seed=1), max_new_tokens=14)
-    told = [(one.tokens.shape[1], one.successors is not None) for one in drafter.commits[1:]]
+    told = [(item.tokens.shape[1], item.successors is not None) for item in drafter.commits[1:]]
     assert told == [(1, True), (2, False)] * 4 + [(1, True)]
 
 
@@ -202,5 +202,5 @@ def test_what_follows_a_root_is_known_by_the_token_before_it() -> None:
         drafter.observe(read(tree, [0], best))
     for last, follows in ((3, 8), (4, 20)):
         drafter.observe(commit_of([0], [[last]]))
-        found = drafted(proposed(drafter, [[30, last, 5]], budget=2))
-        assert (follows,) in found, f"after {last}, 5 came {follows}"
+        drafts = drafted(proposed(drafter, [[30, last, 5]], budget=2))
+        assert (follows,) in drafts, f"after {last}, 5 came {follows}"

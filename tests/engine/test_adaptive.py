@@ -76,7 +76,7 @@ def world(luck: Luck | float, draft: float, **more: object) -> World:
 def runs(luck: Luck | float, draft: float, tokens: int) -> float:
     """Plain steps per token on a busy machine; the mean of some seeds."""
     branches = (world(luck, draft, noise=busy, seed=1000 * seed) for seed in range(6))
-    return statistics.mean(one.run(Adaptive(8), tokens).per_token for one in branches)
+    return statistics.mean(branche.run(Adaptive(8), tokens).per_token for branche in branches)
 
 
 @pytest.mark.parametrize("draft", (0.02, 0.1, 0.25, 1.0))
@@ -92,12 +92,13 @@ def test_it_finds_the_best_size_and_loses_little(alpha: float, draft: float) -> 
 @pytest.mark.parametrize("tokens", [96, 1024])
 def test_that_one_node_does_not_pay_says_nothing_of_eight(tokens: int) -> None:
     """To draft at all costs a step, a node little: heads, or many cheap drafters together."""
-    def one(seed: int) -> World:
+    def simulated(seed: int) -> World:
         return World(lambda written, depth, size: 0.7, noise=busy, seed=1000 * seed,
                      costs=lambda size, written: 1 + (1 + 0.05 * size if size else 0.0))
 
-    found = statistics.mean(one(seed).run(Adaptive(8), tokens).per_token for seed in range(12))
-    assert found < 0.96, "1.01 where it stays with one node, 0.75 with eight in every round"
+    result = statistics.mean(
+        simulated(seed).run(Adaptive(8), tokens).per_token for seed in range(12))
+    assert result < 0.96, "1.01 where it stays with one node, 0.75 with eight in every round"
 
 
 SPITEFUL: dict[str, Luck] = {
@@ -116,9 +117,9 @@ def test_no_sequence_of_drafts_costs_more_than_was_promised(
     luck: str, draft: float, debt: float, rate: float
 ) -> None:
     """The debt and its rate, and at most one round beyond them."""
-    one = world(SPITEFUL[luck], draft).run(Adaptive(8, debt=debt, rate=rate), 1200)
-    assert one.time <= (1 + rate) * one.written + debt + (draft + 0.02) * 8
-    assert any(one.sizes) or not debt, "it never drafted: that proves nothing"
+    result = world(SPITEFUL[luck], draft).run(Adaptive(8, debt=debt, rate=rate), 1200)
+    assert result.time <= (1 + rate) * result.written + debt + (draft + 0.02) * 8
+    assert any(result.sizes) or not debt, "it never drafted: that proves nothing"
 
 
 @pytest.mark.parametrize(("draft", "most"), [(0.1, 0.75), (0.25, 0.85)])
@@ -130,35 +131,35 @@ def test_it_follows_drafts_that_turn_good_and_bad(draft: float, most: float) -> 
 def test_a_slow_machine_is_not_a_slow_drafter() -> None:
     """From the middle on everything takes three times as long, and drafting goes on; where drafts
     alone become slow, or are slower than the target, it does not."""
-    one, budget = world(0.85, 0.05), Adaptive(8)
-    one.noise = lambda dice: 1.0 if one.written < 500 else 3.0
-    assert one.run(budget, 1500).per_token < 0.4
+    result, budget = world(0.85, 0.05), Adaptive(8)
+    result.noise = lambda dice: 1.0 if result.written < 500 else 3.0
+    assert result.run(budget, 1500).per_token < 0.4
     assert budget.now.mean[0] == pytest.approx(0.03, rel=0.2)
-    one = world(0.8, 0.1)
-    one.costs = lambda size, written: (1 + 0.12 * size) * (10 if size and written > 600 else 1)
-    one.run(Adaptive(8), 1500)
-    assert any(one.sizes[:60]) and one.sizes[-300:].count(0) > 285
-    one = world(0.9, 3.0).run(Adaptive(8), 2000)
-    assert 0 < sum(size > 0 for size in one.sizes) < 16 and one.per_token < 1.016
+    result = world(0.8, 0.1)
+    result.costs = lambda size, written: (1 + 0.12 * size) * (10 if size and written > 600 else 1)
+    result.run(Adaptive(8), 1500)
+    assert any(result.sizes[:60]) and result.sizes[-300:].count(0) > 285
+    result = world(0.9, 3.0).run(Adaptive(8), 2000)
+    assert 0 < sum(size > 0 for size in result.sizes) < 16 and result.per_token < 1.016
 
 
 @pytest.mark.parametrize(("alpha", "draft"), [(0.8, 0.08), (0.7, 0.18), (0.5, 0.05)])
-def test_beside_another_process_it_drafts_as_often_as_alone(alpha: float, draft: float) -> None:
+def test_next_to_another_process_it_drafts_as_often_as_alone(alpha: float, draft: float) -> None:
     """All the time, or for some hundred tokens now and then."""
     shares = list[float]()
     for neighbour in (lambda _: False, lambda _: True, lambda written: written // 300 % 2 == 1):
         worlds = [world(alpha, draft, noise=busy, neighbour=neighbour, seed=1000 * seed)
                   .run(Adaptive(8), 1500) for seed in range(4)]
-        shares.append(statistics.mean(size > 0 for one in worlds for size in one.sizes[32:]))
+        shares.append(statistics.mean(size > 0 for item in worlds for size in item.sizes[32:]))
     assert shares[0] > 0.93 and min(shares) > shares[0] - 0.05
 
 
 @pytest.mark.parametrize("draft", [0.1, 0.4])
-def test_beside_another_process_drafts_that_do_not_pay_are_given_up(draft: float) -> None:
+def test_next_to_another_process_drafts_that_do_not_pay_are_given_up(draft: float) -> None:
     """Also such as paid before, and became slow when the machine did."""
     worlds = [world(0.1, draft, noise=busy, neighbour=lambda written: written > 200,
                     seed=1000 * seed).run(Adaptive(8), 1500) for seed in range(6)]
-    assert statistics.mean(one.per_token for one in worlds) < 1.025
+    assert statistics.mean(simulated.per_token for simulated in worlds) < 1.025
     late, tokens = world(0.8, draft, noise=busy, neighbour=lambda written: written > 600), 1500
     late.costs = lambda size, written: (1 + draft * size) * (5 if size and written > 600 else 1)
     late.run(Adaptive(8), tokens)
@@ -172,12 +173,12 @@ def test_a_machine_that_stood_still_for_a_moment_drafts_on(
 ) -> None:
     """One of the first drafts, or several, took far too long, by no fault of the drafter's."""
     for seed in range(4):
-        one, still = world(0.85, 0.05, seed=1000 * seed), iter([0.0] * which + [steps] * drafts)
-        one.costs = lambda size, _, still=still: 1 + 0.07 * size + (size and next(still, 0.0))
+        item, still = world(0.85, 0.05, seed=1000 * seed), iter([0.0] * which + [steps] * drafts)
+        item.costs = lambda size, _, still=still: 1 + 0.07 * size + (size and next(still, 0.0))
         budget = Adaptive(8)
-        begun, written = one.run(budget, 300).time, one.written
-        one.run(budget, 1000)
-        assert (one.time - begun) / (one.written - written) < (0.38 if drafts == 1 else 0.4)
+        begun, written = item.run(budget, 300).time, item.written
+        item.run(budget, 1000)
+        assert (item.time - begun) / (item.written - written) < (0.38 if drafts == 1 else 0.4)
 
 
 def test_a_plain_round_is_measured_now_and_then() -> None:
@@ -187,8 +188,8 @@ def test_a_plain_round_is_measured_now_and_then() -> None:
     plain = [place for place, size in enumerate(sizes[:-1]) if size == 0 and place > 2]
     apart = [later - place for place, later in pairwise(plain)]
     assert plain[0] < 40 and apart == sorted(apart) and 96 < apart[-1] <= STALE + 1
-    one = world(0.2, 0.2, noise=lambda dice: 3.0 if not one.sizes else 1.0)
-    assert one.run(Adaptive(8), 400).per_token < 1.03
+    simulated = world(0.2, 0.2, noise=lambda dice: 3.0 if not simulated.sizes else 1.0)
+    assert simulated.run(Adaptive(8), 400).per_token < 1.03
 
 
 @pytest.mark.parametrize(("good", "bad", "most"), [(0.95, 0.5, 0.77), (0.97, 0.3, 0.88)])
@@ -199,10 +200,10 @@ def test_what_was_gained_may_be_lost_again(good: float, bad: float, most: float)
     passages = [dice.random() < 0.8 for _ in range(400)]
     luck: Luck = lambda written, depth, size: (  # noqa: E731
         good if passages[(written + depth) // 10] else bad)
-    budget, one = Adaptive(10), world(luck, 0.36, noise=busy, prompt=120, setup=2.5)
+    budget, simulated = Adaptive(10), world(luck, 0.36, noise=busy, prompt=120, setup=2.5)
     for _ in range(48):
-        one.run(budget, 64)
-    assert one.per_token < most
+        simulated.run(budget, 64)
+    assert simulated.per_token < most
 
 
 @pytest.mark.parametrize(("alpha", "draft", "prompt", "setup", "most"),
@@ -213,10 +214,10 @@ def test_what_a_drafter_must_read_first_is_weighed(
 ) -> None:
     """Good drafts earn it in each text; where they do not, or for a few tokens, it is not begun
     again and again."""
-    budget, one = Adaptive(8), world(alpha, draft, prompt=prompt, setup=setup)
+    budget, simulated = Adaptive(8), world(alpha, draft, prompt=prompt, setup=setup)
     for _ in range(24):
-        one.run(budget, 128)
-    assert one.per_token < most
+        simulated.run(budget, 128)
+    assert simulated.per_token < most
     if setup == 20:
         assert not any(world(alpha, draft, prompt=prompt, setup=setup).run(budget, 12).sizes)
 
@@ -227,9 +228,9 @@ def test_trees_are_known_by_their_nodes() -> None:
     dice, budget, sizes = random.Random(0), Adaptive(10), []
     for _ in range(400):
         size = budget.choose(State(1, 100, 1000.0))
-        found = [node for node in range(1, size + 1)
+        items = [node for node in range(1, size + 1)
                  if dice.random() < (0.4 if node <= 5 else 0.01)]
-        budget.record(Round(size, 1, found, 1 + len(found), 0.01 * (1 + 0.05 * size), chain=False))
+        budget.record(Round(size, 1, items, 1 + len(items), 0.01 * (1 + 0.05 * size), chain=False))
         sizes.append(size)
     assert statistics.mode(sizes[100:]) == 5
     chosen = []

@@ -58,9 +58,9 @@ def test_a_budget_is_told_what_came_of_its_rounds() -> None:
     budget = Wild(6, 1)
     engine = Engine(target(), DRAFTERS["target itself"](target()), budget=budget)
     done = engine.generate(prompts(3, seed=5), max_new_tokens=30, batch_size=1)
-    assert sum(one.emitted for one in budget.rounds) == sum(one.stats.emitted for one in done)
-    assert all(one.chain and list(one.accepted) == [*range(1, one.size + 1)] and one.seconds > 0
-               for one in budget.rounds)
+    assert sum(item.emitted for item in budget.rounds) == sum(item.stats.emitted for item in done)
+    assert all(item.chain and list(item.accepted) == [*range(1, item.size + 1)] and item.seconds > 0
+               for item in budget.rounds)
     assert all(state.rows == 1 and 0 < state.remaining < 30 for state in budget.states)
 
 
@@ -69,8 +69,8 @@ def test_a_budget_is_told_what_a_draft_model_has_not_read() -> None:
     budget, (prompt,) = Wild(3, size=0), prompts(1, seed=2)
     Engine(target(), DRAFTERS["draft chain"](target()), budget=budget).generate(
         [prompt], max_new_tokens=8)
-    found = [(state.unread, state.context) for state in budget.states]
-    assert found == [(len(prompt) - 1 + turn, len(prompt) + 1 + turn) for turn in range(7)]
+    results = [(state.unread, state.context) for state in budget.states]
+    assert results == [(len(prompt) - 1 + turn, len(prompt) + 1 + turn) for turn in range(7)]
 
 
 @pytest.mark.parametrize("drafter", ["draft chain", "redrafter"])
@@ -82,9 +82,9 @@ def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str) -> None:
     for floor in (0.0, 0.5, 0.99):
         engine = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=Fixed(6, floor))
         done = engine.generate(asked, **wish)
-        assert [(one.tokens, one.finish_reason) for one in done] == wanted
-        drafted.append(sum(one.stats.drafted for one in done))
-        shares.append(sum(one.stats.accepted for one in done) / drafted[-1])
+        assert [(completion.tokens, completion.finish_reason) for completion in done] == wanted
+        drafted.append(sum(completion.stats.drafted for completion in done))
+        shares.append(sum(completion.stats.accepted for completion in done) / drafted[-1])
     assert drafted[0] > drafted[1] >= drafted[2] > 0 and shares[2] >= shares[0]
 
 
@@ -106,10 +106,10 @@ def test_rows_of_a_batch_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(engine.target, "read", noted)
     assert texts(engine, asked, **wish) == wanted
-    shared = [one for one in sizes if len(one) > 1]
-    assert all(sum(one) <= 2 * len(one) and max(one) <= 4 for one in shared)
-    assert any(max(one) > 2 > min(one) for one in shared)
-    assert all(max(one) <= 2 for one in sizes if len(one) == 1)
-    told = [node for one in budget.rounds if one.rows > 1 for node in one.accepted]
+    shared = [size for size in sizes if len(size) > 1]
+    assert all(sum(item) <= 2 * len(item) and max(item) <= 4 for item in shared)
+    assert any(max(item) > 2 > min(item) for item in shared)
+    assert all(max(size) <= 2 for size in sizes if len(size) == 1)
+    told = [node for done in budget.rounds if done.rows > 1 for node in done.accepted]
     assert set(told) == {1, 2} and told.count(1) >= told.count(2), "and what is drafted stands"
-    assert all(one.chain == (one.rows == 1) for one in budget.rounds)
+    assert all(done.chain == (done.rows == 1) for done in budget.rounds)

@@ -30,7 +30,7 @@ def test_the_short_last_chunk_and_what_is_unknown_teach_nothing() -> None:
     assert ChunkBudget(2).tokens == 2
 
 
-def test_drafts_beside_a_prompt_do_not_make_its_chunks_longer() -> None:
+def test_drafts_next_to_a_prompt_do_not_make_its_chunks_longer() -> None:
     """With the time of chunks they would grow without end: each is bounded by the other."""
     budget = ChunkBudget(64)
     budget.round_took(0.02, 0)

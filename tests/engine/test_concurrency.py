@@ -20,7 +20,7 @@ Texts = list[list[int]]
 
 
 def generated(engine: Engine, *asked: list[int]) -> Texts:
-    return [one.tokens for one in engine.generate(asked, max_new_tokens=LENGTH)]
+    return [completion.tokens for completion in engine.generate(asked, max_new_tokens=LENGTH)]
 
 
 def end(chunks: Iterable[Chunk | None]) -> list[int]:
@@ -50,9 +50,9 @@ def left_half_way(engine: Engine) -> Texts:
     """A stream and a batch that nobody reads to the end, and that are still there."""
     stream, batch = engine.stream(LAST), engine.as_completed([SHORT, LONG, LAST], batch_size=2)
     next(stream), next(stream), next(batch)
-    found = generated(engine, LONG, SHORT, LAST)
+    result = generated(engine, LONG, SHORT, LAST)
     next(stream)
-    return found
+    return result
 
 
 def two_threads(engine: Engine) -> Texts:

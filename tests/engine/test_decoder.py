@@ -25,34 +25,34 @@ from draftproof.requests.stats import Round
 
 def test_the_target_reads_each_prompt_token_once_and_each_new_one_once_where_it_stands() -> None:
     """Every read starts where the committed text ends, also with several samples."""
-    own = Counted(target())
-    one = decoder(PromptLookup(), own=own)
+    counting = Counted(target())
+    item = decoder(PromptLookup(), ours=counting)
     prompt = list(range(2, 14))
-    admit(one, [running(prompt, limit=12, temperature=1.0, sample=sample) for sample in range(3)])
-    assert [tokens.tolist() for tokens, _ in own.reads] == [[prompt]]
-    while one.running:
-        before = one.batch.view.lengths.clone()
-        own.reads.clear()
-        one.step()
-        ((_, starts),) = own.reads
+    admit(item, [running(prompt, limit=12, temperature=1.0, sample=sample) for sample in range(3)])
+    assert [tokens.tolist() for tokens, _ in counting.reads] == [[prompt]]
+    while item.running:
+        before = item.batch.view.lengths.clone()
+        counting.reads.clear()
+        item.step()
+        ((_, starts),) = counting.reads
         assert starts.equal(before)
 
 
 def test_a_draft_reads_each_prompt_token_once() -> None:
     """What its cache has is not read again; after rounds without a draft it catches up once."""
-    own = Counted(target(seed=1))
-    drafter = DraftModel(own, 40)
-    one = decoder(drafter, rows=2, budget=Fading(5))
-    admit(one, [running(list(range(2, 30)), limit=40)])
+    counting = Counted(target(seed=1))
+    drafter = DraftModel(counting, 40)
+    batched = decoder(drafter, rows=2, budget=Fading(5))
+    admit(batched, [running(list(range(2, 30)), limit=40)])
     covered = 0
-    while one.running:
-        own.reads.clear()
-        one.step()
-        for _tokens, lengths in own.reads:
+    while batched.running:
+        counting.reads.clear()
+        batched.step()
+        for _tokens, lengths in counting.reads:
             assert int(lengths[0]) >= covered - 1, "read again"
             covered = max(covered, int(lengths[0]))
-        if drafter.cache is not None and one.running:
-            assert int(drafter.cache.lengths[0]) <= int(one.batch.cache.lengths[0])
+        if drafter.cache is not None and batched.running:
+            assert int(drafter.cache.lengths[0]) <= int(batched.batch.cache.lengths[0])
 
 
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in ("plain", "guess")])
@@ -63,27 +63,27 @@ def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
     told, tell = list[int](), Batch.notify_drafter
 
     def drafts() -> list[list[list[int]]]:
-        inner, found = DRAFTERS[drafter](target()), list[TokenTree]()
+        inner, items = DRAFTERS[drafter](target()), list[TokenTree]()
 
         class Heard(type(inner)):  # type: ignore[misc]
             def propose(self, frontier: Frontier) -> TokenTree:
-                found.append(super().propose(frontier))
-                return found[-1]
+                items.append(super().propose(frontier))
+                return items[-1]
 
             def observe(self, commit: Commit) -> None:
                 told.append(commit.tokens.shape[1])
                 super().observe(commit)
 
         inner.__class__ = Heard
-        one = decoder(inner, budget=Fading(3))
+        batched = decoder(inner, budget=Fading(3))
         for prompt in prompts(1 if drafter in LEARNERS else 3, seed=4):
-            admit(one, [running(prompt, limit=25)])
+            admit(batched, [running(prompt, limit=25)])
             for _ in range(3):                          # rows join before and after plain rounds
-                one.step()
+                batched.step()
         told.clear()
-        while one.running:
-            one.step()
-        return [[tree.tokens.tolist(), tree.parents.tolist()] for tree in found]
+        while batched.running:
+            batched.step()
+        return [[tree.tokens.tolist(), tree.parents.tolist()] for tree in items]
 
     together = drafts()
     assert max(told, default=2) >= 2
@@ -97,8 +97,8 @@ def _broken(frontier: Frontier, kind: str) -> TokenTree:
     tokens = frontier.prefix.root[:, None].repeat(1, 4)
     tree = TokenTree.shaped(tokens, TreeShape.branching((1, 2)))
     parents = tree.parents.clone()
-    if kind in ("parent behind", "parent beyond", "two roots"):
-        parents[:, 2] = {"parent behind": 3, "parent beyond": 1 << 40, "two roots": -1}[kind]
+    if kind in ("parent after", "parent beyond", "two roots"):
+        parents[:, 2] = {"parent after": 3, "parent beyond": 1 << 40, "two roots": -1}[kind]
     elif kind in ("unknown token", "negative token"):
         tokens[:, 3] = 1 << 40 if kind == "unknown token" else -5
     tokens = {"int32": tokens.int(), "more rows": tokens.repeat(2, 1)}.get(kind, tokens)
@@ -107,7 +107,7 @@ def _broken(frontier: Frontier, kind: str) -> TokenTree:
 
 @pytest.mark.parametrize("ops", [CPU, TORCH], ids=["kernels", "operators"])
 @pytest.mark.parametrize("kind", [
-    "parent behind", "parent beyond", "two roots", "unknown token", "negative token", "int32",
+    "parent after", "parent beyond", "two roots", "unknown token", "negative token", "int32",
     "more rows", "deeper than said"])  # fmt: skip
 def test_what_is_no_tree_is_refused(kind: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Drafter):
@@ -137,23 +137,23 @@ def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:
                          ["medusa, pairs", "redrafter", "target itself", "medusa, fixed tree"])
 def test_a_round_tells_which_nodes_stood(drafter: str, closed: bool) -> None:
     """By number where nodes are ranked, so that a budget can tell what fewer would have given."""
-    said, told = list[Accepted](), list[Round]()
-    one = decoder(DRAFTERS[drafter](target()), budget=6, shapes=ShapePolicy(closed=closed))
-    one.budget.record = told.append
+    items, told = list[Accepted](), list[Round]()
+    batched = decoder(DRAFTERS[drafter](target()), budget=6, shapes=ShapePolicy(closed=closed))
+    batched.budget.record = told.append
 
     def noted(tree: TokenTree, logits: torch.Tensor, frontier: Frontier) -> Accepted:
-        said.append(RULES["match"].accept(tree, logits, frontier))
-        return said[-1]
+        items.append(RULES["match"].accept(tree, logits, frontier))
+        return items[-1]
 
-    one.rule = one.rule._replace(accept=noted)
+    batched.rule = batched.rule._replace(accept=noted)
     for prompt in prompts(3, seed=4):
-        admit(one, [running(prompt, limit=20, logprobs=closed)])
+        admit(batched, [running(prompt, limit=20, logprobs=closed)])
     accepted = 0
-    while one.running:
-        rows, before = list(one.running), [row.stats.accepted for row in one.running]
-        one.step()
+    while batched.running:
+        rows, before = list(batched.running), [row.stats.accepted for row in batched.running]
+        batched.step()
         nodes = [node for row in range(len(rows))
-                 for node in said[-1].nodes[row, 1 : said[-1].count[row]].tolist()]
+                 for node in items[-1].nodes[row, 1 : items[-1].count[row]].tolist()]
         assert told[-1].accepted == nodes and all(1 <= node <= 6 for node in nodes)
         counted = sum(row.stats.accepted for row in rows) - sum(before)
         assert len(nodes) >= counted  # what an end cut off was accepted as well

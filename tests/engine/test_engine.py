@@ -52,18 +52,18 @@ def test_logprobs_are_those_of_the_unprocessed_model(sampling: Sampling) -> None
     wanted = [replace(sampling, top_logprobs=top) for top in range(len(asked))]
     for drafter in ("plain", "draft tree", "guess", "target itself"):
         engine = Engine(target(), DRAFTERS[drafter](target()))
-        for one in engine.generate(asked, max_new_tokens=NEW, sampling=wanted):
-            text, start = [*asked[one.prompt], *one.tokens], len(asked[one.prompt])
+        for item in engine.generate(asked, max_new_tokens=NEW, sampling=wanted):
+            text, start = [*asked[item.prompt], *item.tokens], len(asked[item.prompt])
             logits = model()(torch.tensor([text], device=DEVICE)).logits[0].detach()
-            law = logits.log_softmax(-1)[start - 1 : -1]
-            chosen = law.gather(1, torch.tensor(one.tokens, device=DEVICE)[:, None])[:, 0]
-            assert one.logprobs == pytest.approx(chosen.tolist(), abs=1e-9)
-            assert (one.top_logprobs is None) == (one.prompt == 0)
-            scores, tokens = law.topk(one.prompt)
-            for found, score, token in zip(one.top_logprobs or (), scores, tokens, strict=False):
-                assert [place for place, _ in found] == token.tolist()
-                assert [value for _, value in found] == pytest.approx(score.tolist(), abs=1e-9)
-            assert len(one.top_logprobs or one.tokens) == len(one.tokens)
+            distribution = logits.log_softmax(-1)[start - 1 : -1]
+            chosen = distribution.gather(1, torch.tensor(item.tokens, device=DEVICE)[:, None])[:, 0]
+            assert item.logprobs == pytest.approx(chosen.tolist(), abs=1e-9)
+            assert (item.top_logprobs is None) == (item.prompt == 0)
+            scores, tokens = distribution.topk(item.prompt)
+            for result, score, token in zip(item.top_logprobs or (), scores, tokens, strict=False):
+                assert [place for place, _ in result] == token.tolist()
+                assert [value for _, value in result] == pytest.approx(score.tolist(), abs=1e-9)
+            assert len(item.top_logprobs or item.tokens) == len(item.tokens)
 
 
 # What cannot be honoured --------------------------------------------------------------------------
@@ -95,19 +95,19 @@ def test_a_processor_that_is_no_function_of_the_text_is_refused(processor: Any, 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_that_cannot_go_on_ends_alone(acceptance: str, temperature: float) -> None:
     """One meets NaN, one has no next token; the others, and those that come, notice nothing."""
-    def not_behind_seven(text: Tensor, scores: Tensor) -> Tensor:
+    def not_after_seven(text: Tensor, scores: Tensor) -> Tensor:
         stuck = (text[:, 0] == 7) & (text.shape[1] > 4)
         return torch.where(stuck[:, None], -torch.inf, scores)
 
     broken, kept = Target(fresh("llama")), [[1, 2, 3], [4, 2, 9], [8, 8, 1], [6, 2, 2], [3, 1, 4]]
-    wanted = Sampling(temperature, processors=[not_behind_seven], banned_words=[(5,)])
+    wanted = Sampling(temperature, processors=[not_after_seven], banned_words=[(5,)])
     options = {"max_new_tokens": 8, "sampling": wanted, "batch_size": 3}
     for drafter in ("draft tree", "prompt-lookup"):
         engine = Engine(target(), DRAFTERS[drafter](target()), acceptance=acceptance)
         (done,) = engine.generate([[7, 2, 3]], **options)
         assert done.finish_reason == "error" and len(done.tokens) == 2
     engine = Engine(broken, DRAFTERS["draft chain"](broken), acceptance=acceptance)
-    before = [one.tokens for one in engine.generate(kept, **options)]
+    before = [completion.tokens for completion in engine.generate(kept, **options)]
     with torch.no_grad():
         broken.model.model.embed_tokens.weight[5] = torch.nan
     asked = [[1, 5, 3], kept[0], [7, 2, 3], *kept[1:3], [2, 5], *kept[3:]]
@@ -117,8 +117,8 @@ def test_a_row_that_cannot_go_on_ends_alone(acceptance: str, temperature: float)
         assert done[place].finish_reason == "error" and len(done[place].tokens) == (place == 2) * 2
         with pytest.raises(kind, match=why):
             done[place].checked()
-    alone = [one.tokens for one in done if one.error is None]
-    if temperature and acceptance != "match":               # coins fall otherwise beside others
+    alone = [completion.tokens for completion in done if completion.error is None]
+    if temperature and acceptance != "match":               # coins fall otherwise next to others
         alone, before = ([len(tokens) for tokens in texts] for texts in (alone, before))
     assert alone == before
 
@@ -158,7 +158,7 @@ def test_options_of_other_types_are_one_sentence(wrong: dict[str, Any]) -> None:
 def test_a_request_that_is_aborted_leaves_the_others_as_they_are(drafter: str) -> None:
     """Also after plain rounds, of which the drafter has yet to hear."""
     engine = Engine(target(), DRAFTERS[drafter](target()), budget=Fading(5))
-    alone = [one.tokens for one in engine.generate(prompts(3), max_new_tokens=NEW, batch_size=3)]
+    alone = [item.tokens for item in engine.generate(prompts(3), max_new_tokens=NEW, batch_size=3)]
     requests = engine.read(prompts(3), max_new_tokens=NEW)
     with engine.scheduled(requests, 3) as scheduler:
         for step in count():
@@ -180,15 +180,15 @@ def test_the_counts_add_up(drafter: str, acceptance: str) -> None:
     engine = Engine(target(), DRAFTERS[drafter](target()), budget=Fading(8), acceptance=acceptance)
     done = engine.generate(prompts(6, seed=12), max_new_tokens=NEW,
                            sampling=replace(WARM, stop_tokens=[7]), n=2)
-    for one in done:
-        assert_counts(one)
+    for completion in done:
+        assert_counts(completion)
     if drafter == "target itself" and acceptance != "match":
         assert accepted_share(done) > 0.5  # what the limit cuts off was drafted in vain
     *_, last = engine.stream([1, 2], max_new_tokens=NEW)
     done.append(last.completion)
     for name in ("rounds", "emitted", "drafted", "accepted"):
-        assert getattr(engine.stats, name) == sum(getattr(one.stats, name) for one in done), name
-    longest = max(sum(one.stats.seconds.values()) for one in done)
+        assert getattr(engine.stats, name) == sum(getattr(item.stats, name) for item in done), name
+    longest = max(sum(item.stats.seconds.values()) for item in done)
     assert 0 < longest < sum(engine.stats.seconds.values()), "wall time of two calls"
 
 
@@ -218,5 +218,5 @@ def test_a_row_tells_nothing_of_what_its_neighbour_asked_for() -> None:
     assert [len(request.sequences[0].top_logprobs) for request in requests] == [0, 4]
 
 
-def test_a_warm_up_goes_on_behind_an_end_token() -> None:
+def test_a_warm_up_goes_on_after_an_end_token() -> None:
     Engine(target(), budget=2, stop_tokens=range(VOCAB)).warm_up(24)

@@ -21,11 +21,11 @@ NEW = 20
 SAMPLED = Sampling(temperature=0.9, seed=11)
 
 
-def reference(own: PreTrainedModel, text: list[int], new: int = NEW) -> list[int]:
+def reference(ours: PreTrainedModel, text: list[int], new: int = NEW) -> list[int]:
     """transformers' own greedy continuation; a token that doubles as padding is text."""
-    ids = torch.tensor([text], device=own.device)
+    ids = torch.tensor([text], device=ours.device)
     everything = torch.ones_like(ids)
-    out = own.generate(ids, attention_mask=everything, max_new_tokens=new,
+    out = ours.generate(ids, attention_mask=everything, max_new_tokens=new,
                        do_sample=False, pad_token_id=0)
     return out[0, len(text) :].tolist()
 
@@ -41,7 +41,7 @@ def test_greedy_is_that_of_transformers(family: str) -> None:
     hinted = Hinted(Oracle(answers))
     for drafter in [*(DRAFTERS[name](target(family)) for name in names), hinted]:
         done = Engine(target(family), Watch(drafter)).generate(asked, max_new_tokens=NEW)
-        assert [one.tokens for one in done] == wanted, drafter.name
+        assert [completion.tokens for completion in done] == wanted, drafter.name
     assert accepted_share(done) > 0.2
     alone = Engine(target(family), hinted).generate(asked[2], max_new_tokens=NEW)
     assert alone[0].tokens == wanted[2]
@@ -58,14 +58,14 @@ def test_greedy_is_the_same_under_every_rule(acceptance: str) -> None:
 
 def test_a_prompt_of_several_chunks() -> None:
     """Prefill in pieces of 256 tokens, with a draft that must catch up through all of them."""
-    own = target("llama", max_position_embeddings=1024)
+    ours = target("llama", max_position_embeddings=1024)
     long = torch.randint(40, (600,), generator=torch.Generator().manual_seed(0)).tolist()
     asked = [long, [3, 4], long[:257], long[:256]]
-    wanted = texts(Engine(own), asked, max_new_tokens=8)
-    assert wanted[0][0] == reference(own.model, long, 8)
+    wanted = texts(Engine(ours), asked, max_new_tokens=8)
+    assert wanted[0][0] == reference(ours.model, long, 8)
     for drafter in (DraftModel(target(max_position_embeddings=1024, num_hidden_layers=1), 40),
                     PromptLookup()):
-        assert texts(Engine(own, Watch(drafter)), asked, max_new_tokens=8, batch_size=2) == wanted
+        assert texts(Engine(ours, Watch(drafter)), asked, max_new_tokens=8, batch_size=2) == wanted
 
 
 def test_more_prompts_than_rows_and_samples_of_each() -> None:
@@ -76,35 +76,36 @@ def test_more_prompts_than_rows_and_samples_of_each() -> None:
     for rows in (1, 2, 5, 64):
         assert texts(engine, asked, batch_size=rows, **options) == wanted
     three = engine.generate(asked[:4], n=3, batch_size=4, **options)
-    assert [(one.prompt, one.sample) for one in three] == [(prompt, sample) for prompt in range(4)
-                                                           for sample in range(3)]
+    pairs = [(prompt, sample) for prompt in range(4) for sample in range(3)]
+    assert [(item.prompt, item.sample) for item in three] == pairs
     two = engine.generate(asked[:4], n=2, **options)
-    assert [one.tokens for one in three if one.sample < 2] == [one.tokens for one in two]
-    assert [one.tokens for one in three if one.sample == 0] == [tokens for tokens, _ in wanted[:4]]
-    assert len({tuple(one.tokens) for one in three}) > 8, "samples differ"
+    assert [item.tokens for item in three if item.sample < 2] == [item.tokens for item in two]
+    first = [tokens for tokens, _ in wanted[:4]]
+    assert [item.tokens for item in three if item.sample == 0] == first
+    assert len({tuple(item.tokens) for item in three}) > 8, "samples differ"
     other = Sampling(temperature=0.9, seed=12)
     assert texts(engine, asked, max_new_tokens=10, sampling=other) != wanted
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
 def test_real_models_write_what_transformers_writes(acceptance: str) -> None:
-    own = load(shared("models", "tinystories-bitnet-3m"),
+    loaded = load(shared("models", "tinystories-bitnet-3m"),
                assistant_model=shared("models", "tinystories-llama-260k"), dtype="float64",
                acceptance=acceptance, budget=5)
-    asked = [own.codec.encode(text) for text in (
+    asked = [loaded.codec.encode(text) for text in (
         "Once upon a time", "The dog saw a big", "One day, Tom and Lily went to the park. They")]
-    wanted = [reference(own.target.model, text, 30) for text in asked]
-    done = own.generate(asked, max_new_tokens=30, sampling=Sampling())
-    assert [one.tokens for one in done] == wanted and accepted_share(done) > 0.4
+    wanted = [reference(loaded.target.model, text, 30) for text in asked]
+    done = loaded.generate(asked, max_new_tokens=30, sampling=Sampling())
+    assert [completion.tokens for completion in done] == wanted and accepted_share(done) > 0.4
 
 
 def test_a_target_of_chains_only_gets_chains_only() -> None:
     """Chains are the text of transformers, a tree is refused."""
     sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
-    own = Target(build("MambaConfig", **sizes, initializer_range=0.4))
+    ours = Target(build("MambaConfig", **sizes, initializer_range=0.4))
     asked = prompts(3, seed=9)
     for drafter in (PromptLookup(), DraftModel(target(seed=1), 40)):
-        done = Engine(own, drafter).generate(asked, max_new_tokens=NEW)
-        assert [one.tokens for one in done] == [reference(own.model, text) for text in asked]
+        done = Engine(ours, drafter).generate(asked, max_new_tokens=NEW)
+        assert [item.tokens for item in done] == [reference(ours.model, text) for text in asked]
     with pytest.raises(DrafterMismatch, match="trees"):
-        Engine(own, DRAFTERS["draft tree"](own)).generate(asked)
+        Engine(ours, DRAFTERS["draft tree"](ours)).generate(asked)

@@ -23,8 +23,8 @@ KEPT_MIB = 4
 def tensor_mib() -> float:
     """What all tensors that are alive hold."""
     gc.collect()
-    held = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    return sum({one.data_ptr(): one.nbytes() for one in held}.values()) / 2**20
+    held = [item.untyped_storage() for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    return sum({item.data_ptr(): item.nbytes() for item in held}.values()) / 2**20
 
 
 @pytest.mark.parametrize(("dtype", "rounds"), [("float64", 2), ("bfloat16", 10)])

@@ -17,7 +17,7 @@ from draftproof.core.typical import Typical
 from draftproof.drafters.base import Plain
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
-from draftproof.verify.cases import SETUPS, TARGET, Ask, Case, logits_after
+from draftproof.verify.cases import SETUPS, TARGET, Case, CaseRequest, logits_after
 from draftproof.verify.enumeration import DRAWS, Outcomes, decided
 from draftproof.verify.exact import examine
 
@@ -25,12 +25,12 @@ WARM = Sampling(temperature=1.0, seed=3)
 
 
 def case_of(rule: Rule, setup: str, limit: int = 3) -> Case:
-    ask = Ask(Sampling(temperature=1.0), (1, 0), limit)
+    ask = CaseRequest(Sampling(temperature=1.0), (1, 0), limit)
     return Case("typical", rule, SETUPS[setup], [ask])
 
 
 @pytest.mark.parametrize("setup", ["chain", "tree of 3"])
-def test_the_decoder_does_not_write_the_targets_law(setup: str) -> None:
+def test_the_decoder_does_not_write_the_targets_distribution(setup: str) -> None:
     """By the enumeration that finds every exact rule below 1e-12."""
     assert examine(case_of(RULES["match"], setup))[0] < 1e-12
     distance, _, wrong = examine(case_of(Typical().rule, setup))
@@ -40,7 +40,7 @@ def test_the_decoder_does_not_write_the_targets_law(setup: str) -> None:
 @pytest.mark.parametrize("setup", ["chain", "tree of 3", "lookup"])
 def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None:
     case = case_of(Typical().rule, setup, limit=4)
-    law: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    distribution: defaultdict[tuple[int, ...], float] = defaultdict(float)
     told, plans = 0.0, torch.full((1, DRAWS), -1)
     while len(plans):
         outcomes = Outcomes(plans)
@@ -48,20 +48,24 @@ def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None
         all_done = case.run([0], len(plans), len(plans), sampler)
         for done in all_done:
             probability = float(outcomes.mass[done.sample])
-            law[tuple(done.tokens)] += probability
+            distribution[tuple(done.tokens)] += probability
             told += probability * (done.stats.distance or 0.0)
         plans = torch.cat([plan for _, plan in outcomes.others]) if outcomes.others else plans[:0]
-    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-    assert told == pytest.approx(strayed(law, own_law, 4), abs=1e-12) and told > 0.05
+    assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
+    wanted = strayed(distribution, own_distribution, 4)
+    assert told == pytest.approx(wanted, abs=1e-12) and told > 0.05
 
 
-def strayed(law: dict[tuple[int, ...], float], target: Any, length: int, vocab: int = 3) -> float:
-    """The expected sum of the distances of next-token laws, from the law of whole texts alone."""
+def strayed(
+    distribution: dict[tuple[int, ...], float], target: Any, length: int, vocab: int = 3
+) -> float:
+    """The expected sum of the distances of next-token distributions, from the distribution of whole
+    texts alone."""
     total = 0.0
     for size in range(length):
         for prefix in itertools.product(range(vocab), repeat=size):
             mass = torch.zeros(vocab, dtype=torch.float64)
-            for text, weight in law.items():
+            for text, weight in distribution.items():
                 if len(text) > size and text[:size] == prefix:
                     mass[text[size]] += weight
             if float(mass.sum()) > 0:
@@ -70,7 +74,7 @@ def strayed(law: dict[tuple[int, ...], float], target: Any, length: int, vocab: 
     return total
 
 
-def own_law(text: tuple[int, ...]) -> torch.Tensor:
+def own_distribution(text: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(logits_after(TARGET, (1, 0, *text)), dtype=torch.float64).softmax(-1)
 
 
@@ -80,9 +84,9 @@ def test_greedy_text_is_unchanged(drafter: str) -> None:
     done = Engine(target(), DRAFTERS[drafter](target()), lossy=True).generate(
         asked, max_new_tokens=12)
     plain = Engine(target(), Plain()).generate(asked, max_new_tokens=12)
-    assert [one.tokens for one in done] == [one.tokens for one in plain]
-    assert {one.stats.distance for one in done} == {0.0}
-    assert {one.stats.distance_per_token for one in plain} == {None}
+    assert [completion.tokens for completion in done] == [completion.tokens for completion in plain]
+    assert {completion.stats.distance for completion in done} == {0.0}
+    assert {completion.stats.distance_per_token for completion in plain} == {None}
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
@@ -106,7 +110,7 @@ def test_every_draft_token_that_stood_strayed_by_what_the_target_gave_others() -
     engine = Engine(target(), DRAFTERS["target itself"](target()), lossy=Typical(epsilon=1e-6))
     wanted = Sampling(temperature=1.0, seed=2, logprobs=True)
     (done,) = engine.generate([prompts(1)[0]], max_new_tokens=2, sampling=wanted, n=1)
-    assert done.stats.accepted == 1 and done.logprobs is not None  # cut behind one drafted token
+    assert done.stats.accepted == 1 and done.logprobs is not None  # cut after one drafted token
     strayed_by = 1 - torch.tensor(done.logprobs[1]).exp().item()
     assert done.stats.distance == pytest.approx(strayed_by, abs=1e-6)
 

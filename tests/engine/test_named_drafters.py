@@ -49,7 +49,7 @@ def test_heads_made_for_the_weights_draft_with_the_rest(
     for name in (None, "portfolio", "none"):
         engine = load(model, drafter=name)
         members = engine.drafter.members if isinstance(engine.drafter, Portfolio) else ()
-        assert ("redrafter" in [one.name for one in members]) == (name is None)
+        assert ("redrafter" in [member.name for member in members]) == (name is None)
         sampling = Sampling(temperature=0.7, seed=3)
         written.append(texts(engine, prompts(3, 5), max_new_tokens=20, sampling=sampling))
     assert written[0] == written[1] == written[2]

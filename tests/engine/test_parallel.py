@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
     process: subprocess.Popen[str]
     folder: Path
-    found: list[dict[str, Any]]
+    reports: list[dict[str, Any]]
 
 
 def save(folder: Path) -> Path:
@@ -65,8 +65,8 @@ def started(folder: Path, engine: str, dtype: str, patience: float) -> Run:
                                         "PYTHONPATH": paths})  # fmt: skip
     pids, until = [Path(folder, f"pid{rank}") for rank in range(2)], time.monotonic() + patience
     while not all(pid.exists() for pid in pids):
-        said = Path(folder, "err.txt").read_text()
-        assert process.poll() is None and time.monotonic() < until, said[-3000:]
+        content = Path(folder, "err.txt").read_text()
+        assert process.poll() is None and time.monotonic() < until, content[-3000:]
         time.sleep(0.1)
     return Run(process, folder,
                [json.loads(Path(folder, f"found{rank}.json").read_text()) for rank in range(2)])
@@ -78,17 +78,17 @@ def run(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
     if not by_plan and (find_spec("deepspeed") is None or find_spec("ninja") is None):
         pytest.skip("DeepSpeed is not installed")
     folder = save(tmp_path_factory.mktemp(request.param))
-    found = started(folder, request.param, *(("float64", 200) if by_plan else ("float32", 280)))
-    yield found
-    if found.process.poll() is None:
-        found.process.terminate()
-        found.process.wait(60)
+    result = started(folder, request.param, *(("float64", 200) if by_plan else ("float32", 280)))
+    yield result
+    if result.process.poll() is None:
+        result.process.terminate()
+        result.process.wait(60)
 
 
 @pytest.mark.timeout(400)
 def test_the_text_of_a_sharded_target_is_its_own_with_any_drafter(run: Run) -> None:
     """On both ranks; some drafts were right about it, and cut by the plan it is the whole one's."""
-    ours, theirs = (found["texts"] for found in run.found)
+    ours, theirs = (result["texts"] for result in run.reports)
     for temperature in map(str, TEMPERATURES):
         plain = ours["plain"][temperature]
         assert [len(tokens) for tokens in plain] == [NEW] * len(PROMPTS)
@@ -100,14 +100,14 @@ def test_the_text_of_a_sharded_target_is_its_own_with_any_drafter(run: Run) -> N
     assert ours["plain"]["0.0"] != ours["plain"]["1.0"]
     for name in ("draft", "tree", "block"):
         assert ours[name]["per_round"] > 2, f"{name} was never right: what stands was not tried"
-    assert all(found["inside"]["heads"] == 1 for found in run.found)
+    assert all(result["inside"]["heads"] == 1 for result in run.reports)
     if run.folder.name.startswith("tensor"):
-        assert not any(found["inside"]["fast"] for found in run.found)
+        assert not any(result["inside"]["fast"] for result in run.reports)
         engine = dp.load(run.folder, drafter="none", dtype="float64")
-        for heat in TEMPERATURES:
-            want = dp.Sampling(temperature=heat, seed=2)
+        for temperature in TEMPERATURES:
+            want = dp.Sampling(temperature=temperature, seed=2)
             done = engine.generate(PROMPTS, sampling=want, max_new_tokens=NEW)
-            assert [one.tokens for one in done] == ours["plain"][str(heat)]
+            assert [completion.tokens for completion in done] == ours["plain"][str(temperature)]
 
 
 @pytest.mark.timeout(400)
@@ -124,9 +124,9 @@ def test_one_rank_writes_and_a_killed_one_ends_the_others(run: Run) -> None:
         time.sleep(0.1)
     os.kill(int(Path(run.folder, "pid1").read_text()), signal.SIGKILL)
     run.process.wait(ENDED)
-    said = [line for line in Path(run.folder, "err.txt").read_text().splitlines()
+    items = [line for line in Path(run.folder, "err.txt").read_text().splitlines()
             if line.startswith("draftproof: ")]
-    assert len(said) <= 1 and all("rank" in line for line in said), said
+    assert len(items) <= 1 and all("rank" in line for line in items), items
     with pytest.raises(ProcessLookupError):
         os.kill(int(Path(run.folder, "pid0").read_text()), 0)
 

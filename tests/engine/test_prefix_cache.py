@@ -45,25 +45,25 @@ def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int
 def test_a_conversation_is_the_same_and_read_once(
     options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each turn is the last one's text with more behind it; then several side by side."""
+    """Each turn is the last one's text with more after it; then several side by side."""
     with_it, without = (dp.load("demo", budget=5, **options) for _ in range(2))
     with_it.prefixes = PrefixCache(64 << 20)
     sampling = dp.Sampling(temperature=0.8, seed=3, logprobs=True)
     since, text = counted(with_it.target, monkeypatch), with_it.codec.encode(LONG)
     for turn in range(3):
         since()
-        done, alone = (one.generate(text, max_new_tokens=10, sampling=sampling)[0]
-                       for one in (with_it, without))
+        done, alone = (item.generate(text, max_new_tokens=10, sampling=sampling)[0]
+                       for item in (with_it, without))
         assert done.tokens == alone.tokens and done.logprobs == alone.logprobs
         if turn and with_it.target.ragged_batches:
             assert 0 < since() < 10 * 6 + 20 < len(text)
         text = [*text, *done.tokens, *with_it.codec.encode(HERE)]
     several = [[5, 6, 7, 8], text[:60], [*text, 5, 6, 7], text[:100], [*text[:90], *text[:80]]]
     several.append(text)
-    found, wanted = ([(one.tokens, one.logprobs) for one in engine.generate(
+    result, wanted = ([(completion.tokens, completion.logprobs) for completion in engine.generate(
         several, max_new_tokens=12, sampling=sampling, n=2, batch_size=4)]
         for engine in (with_it, without))
-    assert found == wanted
+    assert result == wanted
     assert with_it.prefixes.hits >= 2 and with_it.prefixes.nbytes <= with_it.prefixes.limit
 
 
@@ -74,8 +74,8 @@ def test_where_reads_differ_whole_chunks_of_prompts_alone_are_known(
     model = target().model
     engine, plain = (Engine(Target(model, kv_cache="int8")) for _ in range(2))
     monkeypatch.setattr(Target, "ragged_batches", False)
-    for one in (engine, plain):
-        monkeypatch.setattr(one.target, "context", 700)
+    for item in (engine, plain):
+        monkeypatch.setattr(item.target, "context", 700)
     engine.prefixes, text = PrefixCache(64 << 20), [2 + n * n % 29 for n in range(600)]
     since, lengths = counted(engine.target, monkeypatch), [600, 600, 520, 300, 255]
     for length, read in zip(lengths, [600, 88, 8, 44, 255], strict=True):
@@ -108,7 +108,7 @@ def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
         engine.target.model.model.layers[0].input_layernorm.weight.mul_(1.5)
     plain = Engine(engine.target, codec=engine.codec, stop_tokens=engine.stop_tokens)
     hits = cache.hits
-    done, alone = (one.generate(texts[0], max_new_tokens=20)[0] for one in (engine, plain))
+    done, alone = (item.generate(texts[0], max_new_tokens=20)[0] for item in (engine, plain))
     assert done.tokens == alone.tokens and cache.hits == hits
 
 

@@ -32,8 +32,8 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 18}
 @lru_cache(maxsize=16)
 def quantised(weights: str | None, cache: str | None, family: str = "llama") -> Target:
     """A tiny target in few bits; everything else in float64."""
-    own = Target(model(family), kv_cache=cache)
-    return own if weights is None else quantized(own, weights)
+    ours = Target(model(family), kv_cache=cache)
+    return ours if weights is None else quantized(ours, weights)
 
 
 @pytest.mark.parametrize(("weights", "cache"), WAYS)
@@ -41,39 +41,39 @@ def quantised(weights: str | None, cache: str | None, family: str = "llama") -> 
 def test_same_text_with_any_drafter_in_few_bits(
     sampling: Sampling, weights: str | None, cache: str | None
 ) -> None:
-    own = quantised(weights, cache)
-    wanted = texts(Engine(own), ASKED, sampling=sampling, **OPTIONS)
+    ours = quantised(weights, cache)
+    wanted = texts(Engine(ours), ASKED, sampling=sampling, **OPTIONS)
     assert len({tuple(tokens) for tokens, _ in wanted}) == len(ASKED)
     if weights is not None:
         assert wanted != texts(Engine(target()), ASKED, sampling=sampling, **OPTIONS)
     for name in ("prompt-lookup", "draft chain", "target itself, tree", "medusa", "guess"):
         for budget, rows in ((None, 5), (None, 3), (Fading(8), 5)):
-            engine = Engine(own, Watch(DRAFTERS[name](own)), budget=budget)
+            engine = Engine(ours, Watch(DRAFTERS[name](ours)), budget=budget)
             assert texts(engine, ASKED, sampling=sampling, batch_size=rows, **OPTIONS) == wanted
     known = Oracle({tuple(text): tokens for text, (tokens, _) in zip(ASKED, wanted, strict=True)})
-    done = Engine(own, Watch(Hinted(known))).generate(ASKED, sampling=sampling, **OPTIONS)
-    assert [(one.tokens, one.finish_reason) for one in done] == wanted
+    done = Engine(ours, Watch(Hinted(known))).generate(ASKED, sampling=sampling, **OPTIONS)
+    assert [(completion.tokens, completion.finish_reason) for completion in done] == wanted
     assert accepted_share(done) > 0.2
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", "qwen2-sliding"])
 @pytest.mark.parametrize(("weights", "cache"), [("int8", None), (None, "int8")])
 def test_other_families_in_few_bits(family: str, weights: str | None, cache: str | None) -> None:
-    own = quantised(weights, cache, family)
-    wanted = texts(Engine(own), ASKED, sampling=WARM, **OPTIONS)
+    quantised_model = quantised(weights, cache, family)
+    wanted = texts(Engine(quantised_model), ASKED, sampling=WARM, **OPTIONS)
     for drafter in ("prompt-lookup", "target itself, tree", "guess"):
-        engine = Engine(own, DRAFTERS[drafter](own))
+        engine = Engine(quantised_model, DRAFTERS[drafter](quantised_model))
         assert texts(engine, ASKED, sampling=WARM, **OPTIONS) == wanted, drafter
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_target_in_few_bits_accepts_itself_whole(rule: str) -> None:
     """Draft and target read in other shapes and caches: in integers it makes no difference."""
-    own = quantised("int8", "int8")
+    ours = quantised("int8", "int8")
     for sampling in (COLD, WARM):
-        engine = Engine(own, DRAFTERS["target itself"](own), acceptance=rule, budget=4)
+        engine = Engine(ours, DRAFTERS["target itself"](ours), acceptance=rule, budget=4)
         done = engine.generate(ASKED, max_new_tokens=21, sampling=sampling)
-        assert all(one.stats.accepted == 16 and one.stats.rounds == 4 for one in done)
+        assert all(item.stats.accepted == 16 and item.stats.rounds == 4 for item in done)
 
 
 def test_a_quantised_draft_never_changes_the_text() -> None:
@@ -82,7 +82,7 @@ def test_a_quantised_draft_never_changes_the_text() -> None:
         engine = load("demo", budget=4 * (how["drafter"] != "none"), **how)
         if "quantize_draft" in how:
             assert is_quantized(engine.drafter.model.model)
-        return [one.text for one in engine.generate(STORIES, max_new_tokens=20, sampling=WARM)]
+        return [item.text for item in engine.generate(STORIES, max_new_tokens=20, sampling=WARM)]
 
     bits, draft = {"dtype": "float32", "quantize": "int8"}, {"quantize_draft": "int8"}
     wanted = written(drafter="none", dtype="float64")
@@ -100,7 +100,7 @@ def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(
     def drafts(named: Any, **how: Any) -> tuple[bool, list[str]]:
         engine = load("demo", assistant_model=named, budget=4, **how)
         bits = is_quantized(engine.drafter.model.model)
-        return bits, [one.text for one in engine.generate(STORIES, max_new_tokens=20)]
+        return bits, [completion.text for completion in engine.generate(STORIES, max_new_tokens=20)]
 
     eight, written = drafts("demo-draft")
     whole = loading.load_model("demo-draft", None, None)
@@ -112,23 +112,23 @@ def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(
 
 
 def test_loading_quantises_and_says_what_it_cost() -> None:
-    own = load("demo", drafter="none", quantize="int8", kv_cache="int8").target
-    loss = own.quantization
+    ours = load("demo", drafter="none", quantize="int8", kv_cache="int8").target
+    loss = ours.quantization
     assert loss is not None and loss.kind == "int8" and loss.tokens > 100
     assert 0 < loss.kl < 0.05 and loss.agreement > 0.85 and loss.after < 0.7 * loss.before
-    assert is_quantized(own.model) and own.position_bytes[0] < own.position_bytes[1]
+    assert is_quantized(ours.model) and ours.position_bytes[0] < ours.position_bytes[1]
 
 
 def test_a_model_that_was_handed_in_is_never_changed() -> None:
-    own = fresh("llama")
-    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
-    engine = load(own, quantize="int8", drafter="self-layers:1", quantize_draft="int8")
-    assert engine.target.model is not own and not is_quantized(own)
+    ours = fresh("llama")
+    before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    engine = load(ours, quantize="int8", drafter="self-layers:1", quantize_draft="int8")
+    assert engine.target.model is not ours and not is_quantized(ours)
     engine.generate(ASKED, max_new_tokens=5)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
 
 
-@pytest.mark.parametrize(("given", "words"), [
+@pytest.mark.parametrize(("inputs", "words"), [
     ({"quantize": "int7"}, "quantize was 'int7'; choose one of int8, int4, fp8"),
     ({"kv_cache": "int4"}, "kv_cache was 'int4'; choose one of int8, fp8"),
     ({"quantize_draft": "int8"}, "are for draft models"),
@@ -136,9 +136,9 @@ def test_a_model_that_was_handed_in_is_never_changed() -> None:
     ({"drafter": "self-layers:x"}, "self-int8, self-int4, or self-layers:N"),
     ({"drafter": "self-int8", "quantize_draft": "int4"}, "leave one of them out")
 ])
-def test_what_does_not_fit_is_refused_in_a_sentence(given: dict[str, Any], words: str) -> None:
+def test_what_does_not_fit_is_refused_in_a_sentence(inputs: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInput, match=words):
-        load("demo", device="cpu", **given)
+        load("demo", device="cpu", **inputs)
 
 
 def test_a_name_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:

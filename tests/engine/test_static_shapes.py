@@ -65,15 +65,15 @@ def test_closed_shapes_change_no_text(name: str) -> None:
     params = [Sampling(), WARM, *[Sampling(logprobs=True)] * 2, WARM,
               replace(WARM, repetition_penalty=1.3)]
     wish = {"max_new_tokens": 9, "sampling": params, "batch_size": 3, "n": 1 + (name == "medusa")}
-    own = target("llama", max_position_embeddings=512)
-    done = [Engine(own, DRAFTERS[name](own), shapes=shapes).generate(asked, **wish)
+    model = target("llama", max_position_embeddings=512)
+    done = [Engine(model, DRAFTERS[name](model), shapes=shapes).generate(asked, **wish)
             for shapes in (None, CLOSED)]
-    tokens = [[one.tokens for one in some] for some in done]
-    assert tokens[0] == tokens[1] == [text for text, _ in texts(Engine(own), asked, **wish)]
+    tokens = [[item.tokens for item in completion] for completion in done]
+    assert tokens[0] == tokens[1] == [text for text, _ in texts(Engine(model), asked, **wish)]
     if name not in LEARNERS:
-        accepted = [[one.stats.accepted for one in some] for some in done]
+        accepted = [[item.stats.accepted for item in completion] for completion in done]
         assert accepted[0] == accepted[1]
-    fading = Engine(own, DRAFTERS[name](own), shapes=CLOSED, budget=Fading())
+    fading = Engine(model, DRAFTERS[name](model), shapes=CLOSED, budget=Fading())
     assert [text for text, _ in texts(fading, asked, **wish)] == tokens[0]
 
 
@@ -98,8 +98,8 @@ def test_sizes_come_from_a_small_set(monkeypatch: pytest.MonkeyPatch) -> None:
                for tokens in range(1, 600))
     assert ShapePolicy(True, bucket=100).capacity(1) == 128
     assert ShapePolicy(True, bucket=256).capacity(300) == 512
-    some = ShapePolicy()
-    assert (some.capacity(300), some.rows(3), some.chunk(5)) == (384, 3, 5)
+    shape_policy = ShapePolicy()
+    assert (shape_policy.capacity(300), shape_policy.rows(3), shape_policy.chunk(5)) == (384, 3, 5)
     with pytest.raises(BadInput, match="bucket"):
         ShapePolicy(bucket=0)
     monkeypatch.setattr("draftproof.engine.engine.usual_budget",
@@ -117,11 +117,11 @@ def test_sizes_come_from_a_small_set(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_drafter_passes_the_emulation(name: str) -> None:
     """One read a round, and a handful of graphs whatever the prompt's length."""
     assert len(set(LENGTHS)) == 20
-    found = emulate(Engine(single(), made(name)), new_tokens=4, sampling=WARM)
-    assert found.rounds == found.reads > 5
-    assert all(1 <= found.graphs[part] <= 3 for part in PARTS if part not in ("draft", "observe"))
-    assert found.graphs["draft"] <= 3 and found.graphs["observe"] <= 3
-    assert len(found.tokens) == 20 and all(len(tokens) == 4 for tokens in found.tokens)
+    report = emulate(Engine(single(), made(name)), new_tokens=4, sampling=WARM)
+    assert report.rounds == report.reads > 5
+    assert all(1 <= report.graphs[part] <= 3 for part in PARTS if part not in ("draft", "observe"))
+    assert report.graphs["draft"] <= 3 and report.graphs["observe"] <= 3
+    assert len(report.tokens) == 20 and all(len(tokens) == 4 for tokens in report.tokens)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "typical"])
@@ -129,8 +129,8 @@ def test_every_drafter_passes_the_emulation(name: str) -> None:
 def test_every_rule_passes_the_emulation(name: str, rule: str) -> None:
     how: dict[str, Any] = {"lossy": True} if rule == "typical" else {"acceptance": rule}
     engine = Engine(single(), made(name), **how)
-    found = emulate(engine, new_tokens=4, lengths=(3, 9, 20, 50), sampling=WARM)
-    assert found.rounds == found.reads > 1
+    report = emulate(engine, new_tokens=4, lengths=(3, 9, 20, 50), sampling=WARM)
+    assert report.rounds == report.reads > 1
     assert not engine.shapes.closed, "the engine itself is left as it was"
 
 
@@ -143,8 +143,8 @@ def test_wishes_and_a_budget_that_chooses_pass_the_emulation() -> None:
     engine = Engine(single(), PromptLookup())
     assert emulate(engine, new_tokens=3, lengths=(3, 9, 20), sampling=wish).reads > 0
     chooses = Engine(single(), made("draft chain"), budget=Adaptive(3, sizes=(0, 1, 3)))
-    found = emulate(chooses, lengths=(3, 11, 30), new_tokens=20)
-    assert max(found.graphs.values()) <= 9 and found.reads == found.rounds
+    report = emulate(chooses, lengths=(3, 11, 30), new_tokens=20)
+    assert max(report.graphs.values()) <= 9 and report.reads == report.rounds
 
 
 class Planted(PromptLookup):
@@ -184,13 +184,13 @@ def _by_length(frontier: Frontier, tree: TokenTree) -> TokenTree:
 _TURN = 0
 
 
-@pytest.mark.parametrize(("fault", "said"),
+@pytest.mark.parametrize(("fault", "text"),
                          [(_reads_back, "host"), (_cut_to_size, "depends on data"),
                           (_writes_a_slice, "view"), (_by_length, "met a shape")])
 def test_a_planted_fault_fails_the_emulation(
-    fault: Callable[[Frontier, TokenTree], TokenTree], said: str
+    fault: Callable[[Frontier, TokenTree], TokenTree], text: str
 ) -> None:
-    with pytest.raises(ForbiddenOnDevice, match=said):
+    with pytest.raises(ForbiddenOnDevice, match=text):
         emulate(Engine(single(), Planted(fault)), new_tokens=12)
     emulate(Engine(single(), Planted(lambda frontier, tree: tree)), new_tokens=3, lengths=(3, 9))
 

@@ -47,14 +47,14 @@ def test_what_ends_a_text_inside_an_accepted_run_drops_the_rest() -> None:
 def test_the_context_ends_the_text(family: str, size: int) -> None:
     """Learned positions end with the context: no crash, the same text, finish 'length'."""
     small = {"n_positions": 32} if family == "gpt2" else {"max_position_embeddings": 32}
-    own, asked = target(family, **small), [[index % VOCAB for index in range(size)], [7, 3]]
-    wanted = texts(Engine(own), asked, max_new_tokens=500)
+    model, asked = target(family, **small), [[index % VOCAB for index in range(size)], [7, 3]]
+    wanted = texts(Engine(model), asked, max_new_tokens=500)
     assert [len(text) for text, _ in wanted] == [32 - size, 30]
     assert {reason for _, reason in wanted} == {"length"}
     for drafter in ("prompt-lookup", "target itself", "target itself, tree", "guess"):
-        assert texts(Engine(own, DRAFTERS[drafter](own)), asked, max_new_tokens=500) == wanted
+        assert texts(Engine(model, DRAFTERS[drafter](model)), asked, max_new_tokens=500) == wanted
     with pytest.raises(BadInput, match="32"):
-        Engine(own).generate([list(range(32))])
+        Engine(model).generate([list(range(32))])
 
 
 def test_a_draft_of_smaller_context_only_drafts_worse() -> None:
@@ -87,19 +87,19 @@ def _cut(codec: Codec, prompt: list[int], tokens: list[int], stops: list[str]) -
 def test_stop_strings_end_the_text_across_rounds(spoken: tuple[Target, Codec], seed: int) -> None:
     """The first to be complete, in one token, in many, or across a round's border; chunks of a
     stream join to the same text, and hold back what may begin a stop string."""
-    own, codec = spoken
+    ours, codec = spoken
     want, prompt = Sampling(temperature=0.8, seed=seed), codec.encode("Once upon a time")
-    (whole,) = Engine(own, codec=codec).generate([prompt], max_new_tokens=24, sampling=want)
+    (whole,) = Engine(ours, codec=codec).generate([prompt], max_new_tokens=24, sampling=want)
     oracle = Oracle({tuple(prompt): whole.tokens})
     for start in range(0, len(whole.text) - 4, 5):
         for stop in ([whole.text[start : start + 4]], [whole.text[start], "@@"],
                      [whole.text[start : start + 9], whole.text[start + 2 : start + 5]]):
             cut, asked = _cut(codec, prompt, whole.tokens, stop), replace(want, stop=stop)
             for budget in (0, 3, 7):
-                engine = Engine(own, oracle if budget else None, codec=codec, budget=budget)
+                engine = Engine(ours, oracle if budget else None, codec=codec, budget=budget)
                 *_, last = chunks = list(engine.stream(prompt, max_new_tokens=24, sampling=asked))
                 done = last.completion
-                assert done is not None and all(one.completion is None for one in chunks[:-1])
+                assert done is not None and all(item.completion is None for item in chunks[:-1])
                 assert (done.text, done.finish_reason) == (whole.text[:cut], "stop"), (stop, budget)
                 assert "".join(chunk.text for chunk in chunks) == done.text
                 assert_counts(done)

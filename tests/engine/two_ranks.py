@@ -31,7 +31,7 @@ TEMPERATURES = (0.0, 1.0)
 NEW = 10
 
 
-class Astray(ModuleTarget):
+class Rejected(ModuleTarget):
     """A target that rounds coarsely."""
 
     def __init__(self, inner: Target) -> None:
@@ -49,10 +49,10 @@ def written(target: Target, drafter: Drafter | None, **options: Any) -> dict[str
     engine = Engine(target, drafter, **{"budget": 6 if drafter else None, **options})
     done = engine.generate(PROMPTS * len(TEMPERATURES), sampling=params, max_new_tokens=NEW,
                            batch_size=3)
-    tokens, size = [one.tokens for one in done], len(PROMPTS)
-    found = {str(temperature): tokens[at * size : (at + 1) * size]
+    tokens, size = [completion.tokens for completion in done], len(PROMPTS)
+    settings = {str(temperature): tokens[at * size : (at + 1) * size]
              for at, temperature in enumerate(TEMPERATURES)}
-    return {**found, "per_round": max(one.stats.tokens_per_round for one in done)}
+    return {**settings, "per_round": max(completion.stats.tokens_per_round for completion in done)}
 
 
 def told(target: Target, plain: dict[str, Any]) -> Oracle:
@@ -80,7 +80,7 @@ def everything(folder: str, engine: str, dtype: str) -> dict[str, Any]:
              "block": written(target, draft, acceptance="block")}
     guess = Guess()
     guess.dice.manual_seed(rank)  # each rank drafts something else
-    strayed = Astray(target) if rank else target  # and rank 1 would choose something else
+    strayed = Rejected(target) if rank else target  # and rank 1 would choose something else
     texts["astray"] = written(strayed, guess)
     texts["hasty"] = written(strayed, draft, budget=dp.Adaptive(6, debt=3.0 + rank))
     inside = {"heads": cache.layers[0].keys.shape[1], "fast": target.fast is not None}
@@ -97,8 +97,8 @@ def command(*args: str) -> None:
 if __name__ == "__main__":
     engine, folder, dtype = sys.argv[1:]
     place, rank = Path(folder), os.environ["RANK"]
-    found = everything(folder, engine, dtype)
-    Path(place, f"found{rank}.json").write_text(json.dumps(found))
+    report = everything(folder, engine, dtype)
+    Path(place, f"found{rank}.json").write_text(json.dumps(report))
     options = ["run", folder, "--parallel", engine, "--dtype", dtype, "--drafter", "suffix",
                "--max-draft-tokens", "3"]
     command(*options, "--prompts", f"{folder}/rows.jsonl", "--out", f"{folder}/out.jsonl",

@@ -61,7 +61,7 @@ def model(family: str, dtype: torch.dtype = torch.float32) -> transformers.PreTr
 
 
 def readings(target: Target, tokens: Tensor) -> list[Tensor]:
-    """Two ragged rows: a prompt, a tree behind it, a chain behind what was kept of it."""
+    """Two ragged rows: a prompt, a tree after it, a chain after what was kept of it."""
     shape = TreeShape.from_digits(["0", "1", "00", "01", "10"])
     cache = target.new_cache(2, 32)
     out = []
@@ -109,7 +109,7 @@ def test_packing_keeps_weights_and_what_shares_them(tied: bool) -> None:
     if not pack_linears(packed):
         pytest.skip("no kernels for bfloat16 here")
     assert torch.equal(packed.model.embed_tokens.weight, plain.model.embed_tokens.weight)
-    ones = [(one.lm_head, one.model.layers[1].mlp.down_proj) for one in (packed, plain)]
+    ones = [(item.lm_head, item.model.layers[1].mlp.down_proj) for item in (packed, plain)]
     for ours, theirs in zip(*ones, strict=True):
         assert isinstance(ours, PackedLinear) and torch.equal(ours.dense(), theirs.weight)
     assert not any(type(module) is torch.nn.Linear for module in packed.modules())
@@ -118,7 +118,7 @@ def test_packing_keeps_weights_and_what_shares_them(tied: bool) -> None:
 def test_without_kernels_a_bfloat16_model_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftproof.weights.packed_linear.kernels", lambda: None)
     monkeypatch.setattr("draftproof.forward.fused_forward.kernels", lambda: None)
-    own = model("llama").bfloat16()
-    assert pack_linears(own) == 0 and type(own.lm_head) is torch.nn.Linear
+    ours = model("llama").bfloat16()
+    assert pack_linears(ours) == 0 and type(ours.lm_head) is torch.nn.Linear
     tokens = torch.arange(16)[None].repeat(2, 1)
-    assert all(part.isfinite().all() for part in readings(Target(own), tokens))
+    assert all(part.isfinite().all() for part in readings(Target(ours), tokens))

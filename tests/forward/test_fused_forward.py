@@ -44,8 +44,8 @@ FAMILIES = {
 CACHES = [*((family, None) for family in FAMILIES), ("llama bias", "int8"), ("gemma3", "int8")]
 SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
 
-found = kernels()
-pytestmark = pytest.mark.skipif(found is None, reason="no kernels for linear layers here")
+library = kernels()
+pytestmark = pytest.mark.skipif(library is None, reason="no kernels for linear layers here")
 
 
 def model(family: str, dtype: torch.dtype = torch.bfloat16) -> transformers.PreTrainedModel:
@@ -58,15 +58,15 @@ def packed(family: str, cache: str | None = None) -> Target:
     return fused(model(family), kv_cache=cache)
 
 
-def fused(own: transformers.PreTrainedModel, **options: Any) -> Target:
-    pack_linears(own)
-    target = Target(own, **options)
+def fused(ours: transformers.PreTrainedModel, **options: Any) -> Target:
+    pack_linears(ours)
+    target = Target(ours, **options)
     assert target.fast is not None and target.fast.fused is not None
     return target
 
 
 def readings(target: Target) -> torch.Tensor:
-    """Ragged rows: a long prompt, a tree behind it, the rest of another tree behind what was kept.
+    """Ragged rows: a long prompt, a tree after it, the rest of another tree after what was kept.
     """
     tokens = torch.randint(96, (3, 160), generator=torch.Generator().manual_seed(1))
     cache = target.new_cache(3, 192)
@@ -90,11 +90,11 @@ def readings(target: Target) -> torch.Tensor:
 def test_fused_reads_what_the_model_reads_as_closely_as_it_can(
     family: str, cache: str | None
 ) -> None:
-    own, stock = packed(family, cache), Target(model(family), kv_cache=cache)
+    mine, stock = packed(family, cache), Target(model(family), kv_cache=cache)
     exact = Target(model(family, torch.float32))
     stock.fast = exact.fast = None
     truth = readings(exact)
-    ours, theirs = ((readings(target) - truth).norm() / truth.norm() for target in (own, stock))
+    ours, theirs = ((readings(target) - truth).norm() / truth.norm() for target in (mine, stock))
     assert 0 < ours < 1.25 * theirs < 0.1
 
 
@@ -102,9 +102,9 @@ def test_fused_reads_what_the_model_reads_as_closely_as_it_can(
 def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
     family: str, cache: str | None
 ) -> None:
-    found = probe(packed(family, cache), widths=(1, 2, 5, 16, 32))
-    assert not found.differ and len(found.same) == 12
-    assert "trees up to 29 nodes" in found.promise
+    probed = probe(packed(family, cache), widths=(1, 2, 5, 16, 32))
+    assert not probed.differ and len(probed.same) == 12
+    assert "trees up to 29 nodes" in probed.promise
 
 
 @pytest.mark.parametrize("lead", [31, 32, 300, 319])
@@ -122,7 +122,7 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
     tree, deepest = TokenTree.shaped(drafted, SHAPE), SHAPE.paths.index((0, 1, 0, 0)) + 1
     path = tree.path_to(torch.tensor([deepest]))[0]
 
-    def behind(read: Target, tree: TokenTree, *, alone: bool = False) -> torch.Tensor:
+    def after(read: Target, tree: TokenTree, *, alone: bool = False) -> torch.Tensor:
         cache = read.new_cache(1, lead + 16)
         with torch.inference_mode():
             read.read(TokenTree.chain(text), cache)
@@ -135,12 +135,12 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
                 cache.keep(None, torch.tensor([1]))
         return torch.stack(logits)
 
-    branch = behind(target, tree)[path]
+    branch = after(target, tree)[path]
     chain = TokenTree.chain(drafted[:, path])
-    assert torch.equal(branch, behind(target, chain))
-    assert torch.equal(branch, behind(target, chain, alone=True))
-    truth = behind(exact, tree)
-    off = [(behind(one, tree).double() - truth).norm() for one in (target, stock)]
+    assert torch.equal(branch, after(target, chain))
+    assert torch.equal(branch, after(target, chain, alone=True))
+    truth = after(exact, tree)
+    off = [(after(item, tree).double() - truth).norm() for item in (target, stock)]
     assert off[0] < 1.5 * off[1]
 
 
@@ -157,8 +157,8 @@ def test_where_a_span_of_the_text_ends_no_bit_changes(
     path that crosses their end, in a tree, in chains of any width, and alone."""
     name, extra = FAMILIES[family]
     sizes = SIZES | extra | {"max_position_embeddings": 2048, "num_hidden_layers": 2}
-    own = of_family(name, **sizes | ({"sliding_window": window} if window else {}))
-    target = fused(own.to(torch.bfloat16), kv_cache=kv_cache)
+    ours = of_family(name, **sizes | ({"sliding_window": window} if window else {}))
+    target = fused(ours.to(torch.bfloat16), kv_cache=kv_cache)
     dice = torch.Generator().manual_seed(3)
     tree = TokenTree.shaped(torch.randint(96, (1, len(SHAPE)), generator=dice), SHAPE)
     deepest = SHAPE.paths.index((0, 1, 0, 0)) + 1
@@ -182,13 +182,13 @@ def test_where_a_span_of_the_text_ends_no_bit_changes(
     assert all(torch.equal(read[0], other) for other in read)
     if kv_cache is None:
         with torch.inference_mode():
-            wanted = own.double()(text).logits[0, -1]
+            wanted = ours.double()(text).logits[0, -1]
         assert (read[0] - wanted).norm() < 0.3 * wanted.norm(), "all spans count"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_that_fills_its_cache_has_the_same_bits(family: str) -> None:
-    """Attention takes sixteen slots at a time, of which the last then lie behind the cache."""
+    """Attention takes sixteen slots at a time, of which the last then lie after the cache."""
     tokens = torch.randint(96, (2, 53), generator=torch.Generator().manual_seed(5))
     target, read = packed(family), []
     for capacity in (53, 128):
@@ -202,14 +202,14 @@ def test_a_text_that_fills_its_cache_has_the_same_bits(family: str) -> None:
 
 def test_threads_do_not_change_a_bit() -> None:
     target, before = packed("llama"), torch.get_num_threads()
-    found = []
+    results = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(readings(target))
+            results.append(readings(target))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(found[0], other) for other in found)
+    assert all(torch.equal(results[0], other) for other in results)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -245,14 +245,14 @@ def test_absent_nodes_are_not_read_and_change_no_bit(
         there = tree.present
         read.append((reading.logits[there], reading.hidden[there], torch.cat(slots)))
         assert spared or reading.logits.isfinite().all()
-    assert all(torch.equal(one, other) for one, other in zip(*read, strict=True))
+    assert all(torch.equal(item, other) for item, other in zip(*read, strict=True))
 
 
 def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
     narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
     sliding = transformers.MistralConfig(**SIZES, sliding_window=NODES)
     halves = (narrow, transformers.MistralForCausalLM(sliding))
-    for other in (model("llama", torch.float32), *(one.bfloat16().eval() for one in halves)):
+    for other in (model("llama", torch.float32), *(halve.bfloat16().eval() for halve in halves)):
         pack_linears(other)
         fast = Target(other).fast
         assert fast is not None and fast.fused is None

@@ -130,8 +130,8 @@ class DeviceEmulation(TorchDispatchMode):
         if name in READS:
             self.reads(name)
         masks = name in ("index", "index_put", "index_put_") and any(
-            isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
-            for one in tree_leaves(args[1])
+            isinstance(tree_leave, Tensor) and tree_leave.dtype in (torch.bool, torch.uint8)
+            for tree_leave in tree_leaves(args[1])
         )
         alone = name == "where" and len(args) == 1
         if masks or alone or name in DYNAMIC or full in DYNAMIC:
@@ -231,7 +231,7 @@ def emulate(
         if count > most:
             raise ForbiddenOnDevice(f"{part} took {count} graphs, at most {most} were allowed")
     rounds = emulation.calls["round"] - before
-    return Emulated(rounds, emulation.read, graphs, [one.tokens for one in done])
+    return Emulated(rounds, emulation.read, graphs, [completion.tokens for completion in done])
 
 
 @contextmanager
@@ -244,9 +244,9 @@ def _patched(emulation: DeviceEmulation, engine: Engine) -> Iterator[None]:
         def __init__(self, *args: Any, **how: Any) -> None:
             super().__init__(*args, **how)
             self.rule = self.rule._replace(accept=emulation.wrapped("accept", self.rule.accept))
-            own: Any = self.drafter                                     # of this run
-            own.propose = emulation.wrapped("draft", own.propose)
-            own.observe = emulation.wrapped("observe", own.observe)
+            ours: Any = self.drafter                                     # of this run
+            ours.propose = emulation.wrapped("draft", ours.propose)
+            ours.observe = emulation.wrapped("observe", ours.observe)
             self.addresses, self._arrange = self._addresses(), self.batch.reorder
             self.batch.reorder = self.between_rounds  # type: ignore[method-assign]
 

@@ -95,8 +95,8 @@ def by_bits(*wants: Sampling) -> str:
 
 def by_count(rule: str) -> str:
     """Whether 4,096 texts with the real noise are unlikely."""
-    found = sampling.audited(sampling.trial(f"{rule}; chain; T 1"), 4096, 0)
-    return ", ".join(check.name for check in found.checks if not check.passed)
+    result = sampling.audited(sampling.trial(f"{rule}; chain; T 1"), 4096, 0)
+    return ", ".join(check.name for check in result.checks if not check.passed)
 
 
 def by_noise() -> str:
@@ -148,7 +148,7 @@ def accepted() -> list[int]:
         engine = Engine(toy(11, 6, 2), DraftModel(toy(15, 6, 2), 6, shape), budget=budget)
         prompts, limits = [[3], [1, 2, 0, 1], [0, 0, 4]], (24, 9, 30)
         asked = [Sampling(max_new_tokens=limit) for limit in limits]
-        return [one.stats.accepted for one in engine.generate(prompts, sampling=asked)]
+        return [item.stats.accepted for item in engine.generate(prompts, sampling=asked)]
 
     pauses = Script([3, *[0] * 9, 3, 3, 0, 0, 3])
     return [*count(3), *count(4, TreeShape.branching((2, 1))), *count(pauses)]

@@ -37,13 +37,13 @@ CACHE, ROW = "cache.kv_cache:KVCache.", "requests.sequence:SequenceState."
 DRAFT = "drafters.draft_model:DraftModel."
 
 
-def found(where: str) -> tuple[Any, Any, str, Any]:
+def located(where: str) -> tuple[Any, Any, str, Any]:
     """Module, owner, name and present value of "module:name" or "module:Class.name"."""
     module, _, path = where.partition(":")
     home = owner = importlib.import_module(f"draftproof.{module}")
     *outer, name = path.split(".")
-    for one in outer:
-        owner = getattr(owner, one)
+    for item in outer:
+        owner = getattr(owner, item)
     return home, owner, name, inspect.getattr_static(owner, name)
 
 
@@ -59,8 +59,8 @@ def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any
 
 def written(where: str, *changes: tuple[str, str], calls: list[str] | None = None) -> Any:
     """The function at "module:name" with parts of its source written otherwise; calls: of it."""
-    home, owner, name, own = found(where)
-    source = textwrap.dedent(inspect.getsource(getattr(own, "func", getattr(own, "fget", own))))
+    home, owner, name, ours = located(where)
+    source = textwrap.dedent(inspect.getsource(getattr(ours, "func", getattr(ours, "fget", ours))))
     for old, new in changes:
         assert old in source, f"{where} has no {old!r}"
         source = source.replace(old, new)
@@ -96,11 +96,11 @@ def planted(where: str, new: Any, calls: list[str]) -> Iterator[None]:
     It fails if nothing called it: such a bug was never planted.
     """
     import_everything()
-    _, owner, name, own = found(where)
+    _, owner, name, ours = located(where)
     owners = [owner]
     if isinstance(owner, ModuleType):
         owners += [module for key, module in list(sys.modules.items()) if module is not owner
-                   and key.startswith("draftproof.") and vars(module).get(name) is own]
+                   and key.startswith("draftproof.") and vars(module).get(name) is ours]
     with ExitStack() as stack:
         for each in owners:
             stack.enter_context(patch.object(each, name, new))
@@ -120,9 +120,9 @@ def text(where: str, *changes: tuple[str, str]) -> Plant:
 def around(where: str, change: Callable[..., Any]) -> Plant:
     """Plants ``change(own, *args)`` in the place of the function or method at "module:name"."""
     def plant() -> Context[Any]:
-        own, calls = found(where)[3], list[str]()
+        ours, calls = located(where)[3], list[str]()
         return planted(
-            where, counted(lambda *args, **how: change(own, *args, **how), calls), calls
+            where, counted(lambda *args, **how: change(ours, *args, **how), calls), calls
         )
 
     return plant
@@ -143,8 +143,8 @@ def kernel(function: Callable[..., Any], change: Callable[..., Any]) -> Plant:
 
 def drafts(change: Callable[[TokenTree], Tensor]) -> Plant:
     """A draft model whose drawn tokens [B, N - 1] are changed afterwards."""
-    def proposed(own: Any, self: Any, frontier: Any) -> TokenTree:
-        tree = own(self, frontier)
+    def proposed(original: Any, self: Any, frontier: Any) -> TokenTree:
+        tree = original(self, frontier)
         if tree.draft_probs is None:
             return tree
         return replace(tree, tokens=torch.cat([tree.tokens[:, :1], change(tree)], 1))
@@ -157,58 +157,58 @@ def likely_only(tree: TokenTree) -> Tensor:
     return torch.where((chance > 0.3)[:, 1:].cummin(1).values, tree.tokens[:, 1:], ABSENT)
 
 
-def reordered(own: Any, self: Any, order: Sequence[int], *rest: Any) -> Any:
+def reordered(ours: Any, self: Any, order: Sequence[int], *rest: Any) -> Any:
     order = list(order)
-    return own(self, order[::-1] if len(order) > 1 and order != sorted(order) else order, *rest)
+    return ours(self, order[::-1] if len(order) > 1 and order != sorted(order) else order, *rest)
 
 
-def text_left(own: Any, self: Any, order: Sequence[int], *rest: Any) -> Any:
+def text_left(original: Any, self: Any, order: Sequence[int], *rest: Any) -> Any:
     before = self.text.clone()
-    done = own(self, order, *rest)
+    done = original(self, order, *rest)
     self.text.copy_(before)
     return done
 
 
-def forgetful(own: Any, self: Any, commit: Any) -> None:
+def forgetful(original: Any, self: Any, commit: Any) -> None:
     if commit.tokens.shape[1] > 1 or self.scratch is not None:      # plain rounds are ignored
-        own(self, commit)
+        original(self, commit)
 
 
-def all_but_last(own: Any, self: Any, prefix: Any, *rest: Any) -> Any:
+def all_but_last(original: Any, self: Any, prefix: Any, *rest: Any) -> Any:
     lengths = self._cache(len(prefix.position)).lengths.clone()
-    return own(self, replace(prefix, position=lengths), *rest)
+    return original(self, replace(prefix, position=lengths), *rest)
 
 
-def blind_to_last(own: Any, tree: Any, lengths: Tensor, span: int, *rest: Any) -> Tensor:
-    made = own(tree, lengths, span, *rest)
+def blind_to_last(original: Any, tree: Any, lengths: Tensor, span: int, *rest: Any) -> Tensor:
+    made = original(tree, lengths, span, *rest)
     last = torch.arange(span) == lengths[:, None, None, None] - 1
     return made.masked_fill(last & (lengths[:, None, None, None] > 1), torch.finfo(made.dtype).min)
 
 
-def with_rest(own: Any, self: Any, tokens: Sequence[int], *rest: Any, **how: Any) -> int:
-    taken = own(self, tokens, *rest, **how)
+def with_rest(original: Any, self: Any, tokens: Sequence[int], *rest: Any, **how: Any) -> int:
+    taken = original(self, tokens, *rest, **how)
     if self.finish_reason is not None:
         self.tokens += list(tokens[taken:])
     return int(taken)
 
 
-def one_more(own: Any, self: Any, *args: Any, **how: Any) -> int:
+def one_more(original: Any, self: Any, *args: Any, **how: Any) -> int:
     self.limit += 1
     try:
-        return int(own(self, *args, **how))
+        return int(original(self, *args, **how))
     finally:
         self.limit -= 1
 
 
-def stop_kept(own: Any, self: Any, piece: str, *rest: Any, **how: Any) -> None:
+def stop_kept(original: Any, self: Any, piece: str, *rest: Any, **how: Any) -> None:
     before = self.text + "".join(text for text, *_ in self._held)
-    own(self, piece, *rest, **how)
+    original(self, piece, *rest, **how)
     if self.finish_reason == "stop" and self.params.sampling.stop:
         self.text = before + piece
 
 
-def last_piece(own: Any, self: Any, *rest: Any, **how: Any) -> None:
-    own(self, *rest, **how)
+def last_piece(original: Any, self: Any, *rest: Any, **how: Any) -> None:
+    original(self, *rest, **how)
     if self.finish_reason is None:
         self._release(sum(len(text) for text, *_ in self._held))
 
@@ -225,7 +225,7 @@ class Mutant(NamedTuple):
 
 SLOW = "15: vLLM #6038, #13196"
 TREE_MASK, KEYED = "cache.kv_cache:tree_mask", "role, places, origin"
-HEAT = '(self._any("temperature"), self._apply_temperature),'
+TEMPERATURE = '(self._any("temperature"), self._apply_temperature),'
 DEPTHS = "self.tree.depths[:, self.first :]"
 COMMITTED_ONLY = text("core.prefix:Paths.lengths", (DEPTHS, f"0 * {DEPTHS}"))
 PENALISED = Sampling(repetition_penalty=1.5), Sampling(temperature=1.0, frequency_penalty=1.0)
@@ -237,7 +237,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("unlikely draft tokens dropped after they were drawn", "30: transformers threshold",
            drafts(likely_only), "distribution", ("draft",)),
     Mutant("token ids beyond the target's vocabulary drafted", "32: padded vocabulary",
-           around("drafters.draft_model:over_vocabulary", lambda own, logits, *rest: logits),
+           around("drafters.draft_model:over_vocabulary", lambda original, logits, *rest: logits),
            "distribution", ("larger draft",)),
     # Noise
     Mutant("replacement drawn with the draft's noise", "4: vLLM #47386, #54282",
@@ -254,8 +254,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the target's noise repeats", "4: stale buffer",
            text(SAMPLER + "_made", (KEYED, "role, places % 4, origin")), "noise"),
     Mutant("the kernel's noise repeats", "4: stale buffer",
-           kernel(noise.stream, lambda own, library, keys, role, place, *on:
-                  own(library, keys, role, place[:, :1].expand_as(place), *on)), "noise"),
+           kernel(noise.stream, lambda original, library, keys, role, place, *on:
+                  original(library, keys, role, place[:, :1].expand_as(place), *on)), "noise"),
     Mutant("replacement drawn by the smallest noise", "6: exponential race upside down",
            text(CHANCE + "draw", ("+ gumbel", "- gumbel")), "draws"),
     Mutant("a coin that cannot fall falls at zero", "6: transformers r_i <= probability_ratio",
@@ -269,7 +269,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("all rows draw with the first row's noise", "4: one generator per batch",
            text(SAMPLER + "streams", ("self.keys", "self.keys[:1].expand_as(self.keys)")), "noise"),
     Mutant("noise by slot in the tree, not by position", "24: call-order randomness",
-           around(SAMPLER + "sample", lambda own, self, logits, paths: own(
+           around(SAMPLER + "sample", lambda original, self, logits, paths: original(
                self, logits, Paths(paths.prefix, TokenTree.chain(paths.tree.tokens), paths.first)
            )), "bits"),
     Mutant("a greedy row in a mixed batch given noise", "16: batch leakage",
@@ -290,23 +290,24 @@ MUTANTS: tuple[Mutant, ...] = (
            text(FILTERS + "_known", ("min_new_tokens for", "min_new_tokens + 1 for")),
            "distribution", ("ends",)),
     Mutant("temperature after the filters", "12: order of processors",
-           text(FILTERS + "_known", (HEAT, ""), ("\n    ]", f"\n        {HEAT}\n    ]")),
+           text(FILTERS + "_known", (TEMPERATURE, ""),
+                ("\n    ]", f"\n        {TEMPERATURE}\n    ]")),
            "distribution", ("options",)),
     Mutant("temperature of another row", "16: batch leakage",
            text(FILTERS + "__init__", ("getattr(row.", "getattr(rows[0].")),
            "distribution", ("mixed",)),
-    Mutant("the row behind the draft escapes the grammar", "14: vLLM #44292, #36138",
+    Mutant("the row after the draft escapes the grammar", "14: vLLM #44292, #36138",
            text(FILTERS + "_ask", ("enumerate(lengths[row])", "enumerate(lengths[row][:-1])")),
            "distribution", ("grammar",)),
     Mutant("the grammar sees the same text at every node", "14: vLLM #44297, #53777",
            COMMITTED_ONLY, "distribution", ("grammar",)),
     # State
     Mutant("every row keeps as much as the luckiest", "16: ragged batches, arXiv 2510.22876",
-           around(CACHE + "keep", lambda own, self, nodes, count: own(
+           around(CACHE + "keep", lambda original, self, nodes, count: original(
                self, nodes, count.amax().expand_as(count).contiguous()
            )), "bits"),
     Mutant("accepted branch not moved to its place", "16: KV left in tree order",
-           around(CACHE + "keep", lambda own, self, nodes, n: own(self, None, n)),
+           around(CACHE + "keep", lambda original, self, nodes, n: original(self, None, n)),
            "distribution", ("tree",)),
     Mutant("positions by slot, not by depth", "20: stale position_ids, transformers #46936",
            text("core.tree:TokenTree.positions",
@@ -314,18 +315,19 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("mask forgets the last committed token", "16: mask off by one",
            around(TREE_MASK, blind_to_last), "distribution", ("draft",)),
     Mutant("nodes see their siblings", "27: tree mask",
-           around(TREE_MASK, lambda own, tree, *rest:
-                  own(TokenTree.chain(tree.tokens), *rest)), "distribution", ("tree",)),
+           around(TREE_MASK, lambda original, tree, *rest:
+                  original(TokenTree.chain(tree.tokens), *rest)), "distribution", ("tree",)),
     Mutant("boolean mask added to the scores", "27: transformers eager attention",
-           around(TREE_MASK, lambda own, *args: own(*args).clamp(min=-1.0)), "bits"),
+           around(TREE_MASK, lambda original, *args: original(*args).clamp(min=-1.0)), "bits"),
     Mutant("cache rows not moved when a row retires", "16: KV of another row",
-           around(CACHE + "select", lambda own, self, order: own(self, range(len(order)))), "bits"),
+           around(CACHE + "select", lambda mine, self, order:
+                  mine(self, range(len(order)))), "bits"),
     Mutant("cache rows rearranged wrongly when a row retires", "16: KV of another row",
            around(CACHE + "select", reordered), "bits"),
     Mutant("text rows not moved when a row retires", "16: another row's history",
            around("engine.batch:Batch.reorder", text_left), "bits", PENALISED),
     Mutant("draft cache keeps rejected tokens", "17, 18: vLLM #39273, #14649",
-           around(DRAFT + "observe", lambda own, self, commit: own(
+           around(DRAFT + "observe", lambda original, self, commit: original(
                self, replace(commit, count=torch.full_like(commit.count, commit.tokens.shape[1]))
            )), "accepted"),
     Mutant("last accepted draft token never read by the draft", "18: SGLang #28771",
@@ -335,7 +337,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("draft cache rows not moved when a row retires", "16: drafter state",
            around(DRAFT + "select", lambda *args: None), "accepted"),
     # Stopping and accounting
-    Mutant("tokens behind an end token kept", "21: transformers #47912, SGLang #33758",
+    Mutant("tokens after an end token kept", "21: transformers #47912, SGLang #33758",
            around(ROW + "extend", with_rest), "distribution", ("ends",)),
     Mutant("one token more than allowed", "21: SGLang #31599, openvino #1951",
            around(ROW + "extend", one_more), "distribution", ("draft",)),
@@ -344,12 +346,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("stop strings searched in the last piece only", "21: SGLang #39826",
            around(ROW + "_hold", last_piece), "distribution", ("ends",)),
     Mutant("tokens counted that were never emitted", "22: vLLM #56101",
-           around("requests.stats:RoundStats.record", lambda own, self, width, drafted, reach,
-                  accepted, emitted, *rest: own(self, width, drafted, reach, accepted,
+           around("requests.stats:RoundStats.record", lambda original, self, width, drafted, reach,
+                  accepted, emitted, *rest: original(self, width, drafted, reach, accepted,
                                                 accepted + 1, *rest)), "distribution", ("ends",)),
     Mutant("log-probabilities taken at the wrong node", "item of this project",
-           around("engine.row_output:logprobs", lambda own, logits, nodes, *rest:
-                  own(logits, torch.zeros_like(nodes), *rest)), "bits"),
+           around("engine.row_output:logprobs", lambda original, logits, nodes, *rest:
+                  original(logits, torch.zeros_like(nodes), *rest)), "bits"),
 )  # fmt: skip
 
 TOKEN, BLOCK = "core.acceptance:accept_by_rejection", "core.acceptance:accept_by_block"
@@ -363,7 +365,7 @@ RULES: dict[str, Callable[[], Any]] = {
         (TOKEN, "residual of the wrong node", ("(target - draft).c", "(probs[:, node] - draft).c")),
         (TOKEN, "draft probabilities raw",
          ("_draft_probs(tree)", "_normalised(tree.draft_probs.sqrt(), 0.0)")),
-        (TOKEN, "draft law not renormalised",
+        (TOKEN, "draft distribution not renormalised",
          ("_normalised(draft.scatter(1, token[:, None], 0.0), draft)",
           "draft.scatter(1, token[:, None], 0.0)")),
         (TOKEN, "residual restricted to the draft's support",

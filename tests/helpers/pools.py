@@ -10,11 +10,11 @@ from torch import Tensor
 from draftproof.core.tree import ABSENT, TokenTree
 
 
-def assert_alike(one: TokenTree, other: TokenTree) -> None:
-    """The same nodes with the same odds, but for which of several with equal odds came last; in
-    falling order."""
-    for row in range(len(one.tokens)):
-        ours, theirs = drafted(one, row), drafted(other, row)
+def assert_alike(tree: TokenTree, other: TokenTree) -> None:
+    """The same nodes with the same probabilities, but for which of several with equal probabilities
+    came last; in falling order."""
+    for row in range(len(tree.tokens)):
+        ours, theirs = drafted(tree, row), drafted(other, row)
         falling = sorted(ours.values(), reverse=True)
         assert list(ours.values()) == falling
         assert falling == pytest.approx(list(theirs.values()), rel=1e-5, abs=1e-7)
@@ -27,8 +27,8 @@ def assert_alike(one: TokenTree, other: TokenTree) -> None:
 def pools(
     dice: torch.Generator, rows: int, size: int, vocab: int = 3
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Random forests: tokens, parents, and odds that fall along every path; some nodes, and all
-    below them, are not there."""
+    """Random forests: tokens, parents, and probabilities that fall along every path; some nodes,
+    and all below them, are not there."""
     tokens = torch.randint(vocab, (rows, size), generator=dice)
     parents = (torch.rand(rows, size, generator=dice) * torch.arange(size)).long()
     confidence = 0.3 + 0.69 * torch.rand(rows, size, generator=dice)

@@ -44,20 +44,20 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_streamer_and_assistant_are_found_through_functions_of_the_users_own(name: str) -> None:
-    own, streams = fresh("llama"), [Steps(), Steps()]
-    theirs = own.generate(**batch(1), **GREEDY, streamer=streams[0])
-    ours = own.generate(
+    mine, streams = fresh("llama"), [Steps(), Steps()]
+    theirs = mine.generate(**batch(1), **GREEDY, streamer=streams[0])
+    ours = mine.generate(
         **batch(1), **GREEDY, streamer=streams[1], assistant_model=model(seed=1),
         custom_generate=WRAPPERS[name],
     )
     assert torch.equal(theirs, ours) and streams[0].heard == streams[1].heard
-    assert [engine.drafter.name for engine in own._draftproof.values()] == ["draft-model"]
+    assert [engine.drafter.name for engine in mine._draftproof.values()] == ["draft-model"]
 
 
 def test_a_streamer_of_the_function_stands_before_that_of_the_call() -> None:
-    own, streams = model(), [Steps(), Steps()]
+    module, streams = model(), [Steps(), Steps()]
     how = functools.partial(draftproof.generate, streamer=streams[0])
-    own.generate(**batch(1), **GREEDY, streamer=streams[1], custom_generate=how)
+    module.generate(**batch(1), **GREEDY, streamer=streams[1], custom_generate=how)
     assert streams[0].heard[-1] == "end" and len(streams[1].heard) == 1      # the prompt alone
 
 
@@ -87,13 +87,13 @@ def test_a_call_within_a_call_takes_nothing_of_the_outer_one() -> None:
 def test_a_reader_of_a_streamer_never_waits_after_an_error(
     demo: tuple[Any, Any], asked: dict[str, Any]
 ) -> None:
-    own, tokenizer = demo
+    ours, tokenizer = demo
     streamer = TextIteratorStreamer(tokenizer, timeout=60)
     failed = list[BaseException]()
 
     def write() -> None:
         try:
-            own.generate(
+            ours.generate(
                 torch.tensor([[5, 6, 7]]), streamer=streamer, max_new_tokens=4,
                 custom_generate=lambda *args, **more: draftproof.generate(*args, **more), **asked,
             )
@@ -108,17 +108,17 @@ def test_a_reader_of_a_streamer_never_waits_after_an_error(
 
 
 def test_stop_strings_and_a_tokenizer_are_taken_as_by_transformers(demo: tuple[Any, Any]) -> None:
-    own, tokenizer = demo
+    ours, tokenizer = demo
     inputs = tokenizer("Lily saw a big dog and", return_tensors="pt")
     how = {**inputs, "max_new_tokens": 40, "do_sample": False, "tokenizer": tokenizer,
            "stop_strings": ["oved to pl", "an to th", "."]}  # fmt: skip
-    theirs = own.generate(**how)
+    theirs = ours.generate(**how)
     for custom in (draftproof.generate, functools.partial(decode)):
-        assert torch.equal(own.generate(**how, custom_generate=custom), theirs)
+        assert torch.equal(ours.generate(**how, custom_generate=custom), theirs)
     assert theirs.shape[1] < inputs["input_ids"].shape[1] + 40
     how.pop("tokenizer")
     with pytest.raises(ValueError, match="tokenizer"):
-        own.generate(**how, **OURS)
+        ours.generate(**how, **OURS)
 
 
 def test_a_transformers_that_hides_its_call_is_named(
@@ -136,14 +136,14 @@ def test_a_transformers_that_hides_its_call_is_named(
 
 @pytest.mark.parametrize("drafter", [None, "itself", "self-layers:1"])
 def test_a_model_is_freed_at_once_with_its_engine(drafter: str | None) -> None:
-    own = fresh("llama")
-    own.generate(**batch(2), **GREEDY, drafter=own if drafter == "itself" else drafter, **OURS)
-    (engine,), held = own._draftproof.values(), weakref.ref(own)
-    assert engine.target.model is own
+    ours = fresh("llama")
+    ours.generate(**batch(2), **GREEDY, drafter=ours if drafter == "itself" else drafter, **OURS)
+    (engine,), held = ours._draftproof.values(), weakref.ref(ours)
+    assert engine.target.model is ours
     gc.collect()
     gc.disable()
     try:
-        del own
+        del ours
         assert held() is None
     finally:
         gc.enable()

@@ -33,42 +33,42 @@ def batch(rows: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def both(own: Any, inputs: dict[str, Tensor], **asked: Any) -> tuple[Any, Any]:
+def both(mine: Any, inputs: dict[str, Tensor], **asked: Any) -> tuple[Any, Any]:
     """What transformers writes, and what we write."""
     how = {**GREEDY, **inputs, **asked}
     ours = {name: how.pop(name) for name in ("drafter", "acceptance") if name in how}
-    return own.generate(**how), own.generate(**how, **ours, **OURS)
+    return mine.generate(**how), mine.generate(**how, **ours, **OURS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     """Of each row alone: transformers' Gemma 2 writes another text where padding fills a window."""
-    own, inputs = model(family), batch(4)
-    theirs, ours = both(own, inputs)
+    module, inputs = model(family), batch(4)
+    theirs, ours = both(module, inputs)
     assert family == "gemma2" or torch.equal(theirs, ours)
     for row, (ids, mask) in enumerate(zip(*inputs.values(), strict=True)):
         alone = {"input_ids": ids[mask == 1][None], "attention_mask": mask[mask == 1][None]}
-        theirs, mine = both(own, alone)
+        theirs, mine = both(module, alone)
         assert torch.equal(theirs, mine) and torch.equal(theirs[0, -NEW:], ours[row, -NEW:])
 
 
-@pytest.mark.parametrize(("name", "given", "refused"), [
+@pytest.mark.parametrize(("name", "text", "refused"), [
     ("mamba", "cache_params", r"cache(_params)? of a text"),
     ("gemma3", "mm_encoder_outputs", "an image or a video"),
 ])  # fmt: skip
-def test_what_some_models_are_handed_beside_a_text_is_taken_empty(
-    name: str, given: str, refused: str
+def test_what_some_models_are_handed_next_to_a_text_is_taken_empty(
+    name: str, text: str, refused: str
 ) -> None:
-    own, ids = tiny(name), torch.tensor([[5, 6, 7, 8, 5, 6]])
-    theirs, ours = both(own, {"input_ids": ids})
+    mine, ids = tiny(name), torch.tensor([[5, 6, 7, 8, 5, 6]])
+    theirs, ours = both(mine, {"input_ids": ids})
     assert torch.equal(theirs, ours)
     planes = torch.arange(6).expand(4, 1, 6)                # as from Qwen-VL
-    assert torch.equal(ours, own.generate(ids, **GREEDY, **OURS, position_ids=planes))
+    assert torch.equal(ours, mine.generate(ids, **GREEDY, **OURS, position_ids=planes))
     filled: Any = {"image": torch.zeros(1, 4, 32)}
-    if given == "cache_params":
-        filled = own(ids[:, :2], use_cache=True).cache_params
+    if text == "cache_params":
+        filled = mine(ids[:, :2], use_cache=True).cache_params
     with pytest.raises(BadInput, match=refused):
-        own.generate(ids, **GREEDY, **OURS, **{given: filled})
+        mine.generate(ids, **GREEDY, **OURS, **{text: filled})
 
 
 ASKED: tuple[dict[str, Any], ...] = (
@@ -82,13 +82,13 @@ ASKED: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("place", range(4))
 def test_options_batches_samples_and_drafters_together(place: int) -> None:
     """Sampled tokens where one is left to choose from. Drafts are right, or another model's."""
-    own = model(("llama", "qwen2-sliding", "gpt2", "opt")[place])
+    module = model(("llama", "qwen2-sliding", "gpt2", "opt")[place])
     for case, (rows, n) in enumerate(product((1, 4), (1, 3))):
-        drafter = (own, model("llama", 1), None)[(place + case) % 3]
+        drafter = (module, model("llama", 1), None)[(place + case) % 3]
         asked = ASKED[(place + case) % len(ASKED)]
         if n > 1:
             asked = {**asked, "do_sample": True, "top_k": 1, "num_return_sequences": n}
-        theirs, ours = both(own, batch(rows), drafter=drafter, **asked)
+        theirs, ours = both(module, batch(rows), drafter=drafter, **asked)
         assert torch.equal(theirs, ours), (rows, n, asked)
 
 
@@ -117,13 +117,13 @@ class AllSaid:
     """Keeps state, as lm-eval's, which says "all have been done once"."""
 
     def __init__(self, rows: int) -> None:
-        self.said, self.seen = [False] * rows, list[tuple[int, ...]]()
+        self.ended, self.seen = [False] * rows, list[tuple[int, ...]]()
 
     def __call__(self, input_ids: Tensor, scores: object, **_: object) -> bool:
         self.seen.append(tuple(input_ids[:, -1].tolist()))
         last = torch.isin(input_ids[:, -1], torch.tensor([20, 32, 39, 26, PAD])).tolist()
-        self.said = [one or now for one, now in zip(self.said, last, strict=True)]
-        return all(self.said)
+        self.ended = [item or now for item, now in zip(self.ended, last, strict=True)]
+        return all(self.ended)
 
 
 class ByRow(AllSaid):
@@ -160,36 +160,36 @@ def test_criteria_and_streamers_hear_what_they_hear_from_transformers(
 
 
 def test_a_text_streamer_in_a_thread_gives_the_text(demo: tuple[Any, Any]) -> None:
-    own, tokenizer = demo
+    ours, tokenizer = demo
     inputs = tokenizer("Once upon a time", return_tensors="pt")
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
     how = {**inputs, "max_new_tokens": 30, "do_sample": False}
-    writer = Thread(target=own.generate, kwargs={**how, "streamer": streamer, **OURS})
+    writer = Thread(target=ours.generate, kwargs={**how, "streamer": streamer, **OURS})
     writer.start()
     text = "".join(streamer)
     writer.join()
-    assert text == tokenizer.decode(own.generate(**how)[0][inputs.input_ids.shape[1] :])
+    assert text == tokenizer.decode(ours.generate(**how)[0][inputs.input_ids.shape[1] :])
 
 
 def test_an_assistant_drafts_and_a_batch_may_have_one() -> None:
     """transformers refuses batches with an assistant model; the engine is made once."""
-    own, inputs = fresh("llama"), batch(4)
-    theirs = own.generate(**inputs, **GREEDY)
+    mine, inputs = fresh("llama"), batch(4)
+    theirs = mine.generate(**inputs, **GREEDY)
     for _ in range(2):
-        ours = own.generate(**inputs, **GREEDY, assistant_model=model(seed=1), **OURS)
+        ours = mine.generate(**inputs, **GREEDY, assistant_model=model(seed=1), **OURS)
         assert torch.equal(theirs, ours)
-    (engine,) = own._draftproof.values()
+    (engine,) = mine._draftproof.values()
     assert engine.drafter.name == "draft-model"
-    assert not copy.deepcopy(own)._draftproof
+    assert not copy.deepcopy(mine)._draftproof
 
 
 def test_samples_follow_the_seed_of_torch_and_no_drafter() -> None:
-    own, texts = model(), []
+    module, texts = model(), []
     how = {**batch(2), **GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9,
            "num_return_sequences": 3}  # fmt: skip
     for seed, drafter in ((1, model(seed=1)), (1, "none"), (2, "none")):
         torch.manual_seed(seed)
-        texts.append(own.generate(**how, drafter=drafter, **OURS))
+        texts.append(module.generate(**how, drafter=drafter, **OURS))
     assert texts[0].shape[0] == 6 and torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[1], texts[2])
     assert len({tuple(text.tolist()) for text in texts[0]}) > 2
@@ -207,13 +207,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], word:
 
 
 def test_a_cache_is_taken_empty_and_refused_with_a_text() -> None:
-    own, inputs = model(), batch(1)
-    cache = DynamicCache(config=own.config)
-    theirs, _ = both(own, inputs)
-    assert torch.equal(theirs, own.generate(**inputs, **GREEDY, past_key_values=cache, **OURS))
-    own(inputs["input_ids"][:, :-1], past_key_values=cache)
+    module, inputs = model(), batch(1)
+    cache = DynamicCache(config=module.config)
+    theirs, _ = both(module, inputs)
+    assert torch.equal(theirs, module.generate(**inputs, **GREEDY, past_key_values=cache, **OURS))
+    module(inputs["input_ids"][:, :-1], past_key_values=cache)
     with pytest.raises(BadInput, match="past_key_values of a text"):
-        own.generate(**inputs, **GREEDY, past_key_values=cache, **OURS)
+        module.generate(**inputs, **GREEDY, past_key_values=cache, **OURS)
 
 
 @pytest.mark.parametrize(("asked", "most"), [
@@ -223,30 +223,30 @@ def test_a_cache_is_taken_empty_and_refused_with_a_text() -> None:
 def test_a_number_of_draft_tokens_is_taken_and_transformers_default_is_not(
     asked: dict[str, Any], most: int | None
 ) -> None:
-    own = fresh("llama")
-    own.generate(**batch(1), **asked, max_new_tokens=4, pad_token_id=PAD, **OURS)
-    (engine,) = own._draftproof.values()
+    ours = fresh("llama")
+    ours.generate(**batch(1), **asked, max_new_tokens=4, pad_token_id=PAD, **OURS)
+    (engine,) = ours._draftproof.values()
     assert engine.budget.max_draft_tokens == (most or engine.drafter.max_draft_tokens)
 
 
 def test_weights_and_dtypes_that_change_between_calls_are_taken_up() -> None:
-    own, inputs = fresh("llama"), batch(2)
-    before, _ = both(own, inputs)
+    mine, inputs = fresh("llama"), batch(2)
+    before, _ = both(mine, inputs)
     with torch.no_grad():
-        for weight in own.parameters():
+        for weight in mine.parameters():
             weight.add_(0.2 * torch.randn_like(weight))
     for dtype in (torch.float64, torch.float32, torch.float64):
-        theirs, ours = both(own.to(dtype), inputs)
+        theirs, ours = both(mine.to(dtype), inputs)
         assert torch.equal(theirs, ours) and not torch.equal(before, theirs)
-    assert len(own._draftproof) == 2
+    assert len(mine._draftproof) == 2
 
 
 def test_a_model_in_training_is_read_without_dropout_and_trains_on() -> None:
-    own, inputs = fresh("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), batch(2)
-    wanted, _ = both(own, inputs)
-    own.train()
-    own.transformer.h[0].eval()                             # frozen by the user
-    before = [part.training for part in own.modules()]
+    ours, inputs = fresh("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5), batch(2)
+    wanted, _ = both(ours, inputs)
+    ours.train()
+    ours.transformer.h[0].eval()                             # frozen by the user
+    before = [part.training for part in ours.modules()]
     for _ in range(2):
-        assert torch.equal(own.generate(**inputs, **GREEDY, **OURS), wanted)
-        assert [part.training for part in own.modules()] == before
+        assert torch.equal(ours.generate(**inputs, **GREEDY, **OURS), wanted)
+        assert [part.training for part in ours.modules()] == before

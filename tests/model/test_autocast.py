@@ -22,10 +22,10 @@ def autocast(dtype: torch.dtype = torch.bfloat16) -> Any:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_autocast_around_load_or_around_a_call_is_refused(family: str) -> None:
-    own = fresh(family).float()
+    model = fresh(family).float()
     with autocast(), pytest.raises(UnsupportedModel, match=SAYS):
-        load(own)
-    engine = load(own)
+        load(model)
+    engine = load(model)
     wanted = engine.generate([PROMPT], max_new_tokens=12)[0].tokens
     with autocast(), pytest.raises(UnsupportedModel, match=SAYS):
         engine.generate([PROMPT], max_new_tokens=12)
@@ -33,7 +33,7 @@ def test_autocast_around_load_or_around_a_call_is_refused(family: str) -> None:
         assert engine.generate([PROMPT], max_new_tokens=12)[0].tokens == wanted
     with autocast(), pytest.raises(UnsupportedModel, match=SAYS):
         ids = torch.tensor([PROMPT])
-        own.generate(ids, max_new_tokens=4, custom_generate=draftproof.generate)
+        model.generate(ids, max_new_tokens=4, custom_generate=draftproof.generate)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
@@ -42,27 +42,27 @@ def test_autocast_within_the_forward_is_refused_before_and_after_load(family: st
     if family == "t5":
         from draftproof.verify.small_models import tiny
 
-        own = tiny("t5").float()
+        model = tiny("t5").float()
         sampled: Any = None
     else:
-        own = fresh(family).float()
-        sampled = load(own)
-    own.forward = autocast()(own.forward)  # type: ignore[method-assign]
+        model = fresh(family).float()
+        sampled = load(model)
+    model.forward = autocast()(model.forward)  # type: ignore[method-assign]
     with pytest.raises(UnsupportedModel, match=SAYS):
-        load(own)
+        load(model)
     if sampled is not None:
         with pytest.raises(UnsupportedModel, match=SAYS):
             sampled.generate([PROMPT], max_new_tokens=4)
-    del own.forward
+    del model.forward
 
 
 def test_a_model_that_accelerate_unwrapped_is_run() -> None:
     accelerate = pytest.importorskip("accelerate")
-    own = fresh("llama").float()
-    wanted = load(own).generate([PROMPT], max_new_tokens=12)[0].tokens
+    model = fresh("llama").float()
+    wanted = load(model).generate([PROMPT], max_new_tokens=12)[0].tokens
     accelerate.state.AcceleratorState._reset_state(True)    # another test may have chosen another
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-    prepared = accelerator.prepare(own)
+    prepared = accelerator.prepare(model)
     with pytest.raises(UnsupportedModel, match=SAYS):
         load(accelerator.unwrap_model(prepared))
     bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)

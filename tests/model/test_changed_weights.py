@@ -17,39 +17,39 @@ from draftproof.errors import BadInput
 PROMPT = [5, 9, 3]
 
 
-def step(own: Any) -> None:
+def step(ours: Any) -> None:
     dice = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for one in own.parameters():
-            noise = torch.randn(one.shape, generator=dice)
-            one.add_((0.4 * one.abs().mean() * noise).to(one.dtype))
+        for parameter in ours.parameters():
+            noise = torch.randn(parameter.shape, generator=dice)
+            parameter.add_((0.4 * parameter.abs().mean() * noise).to(parameter.dtype))
 
 
-def norms(own: Any) -> None:
+def norms(ours: Any) -> None:
     """Through .data, which leaves no trace in version counters."""
-    for name, one in own.named_parameters():
+    for name, item in ours.named_parameters():
         if "norm" in name or "ln_" in name:
-            one.data.mul_(torch.linspace(0.2, 3, one.numel()))
+            item.data.mul_(torch.linspace(0.2, 3, item.numel()))
 
 
-def data(own: Any) -> None:
-    for one in own.parameters():
-        one.data = one.data.roll(1, 0)
+def data(ours: Any) -> None:
+    for parameter in ours.parameters():
+        parameter.data = parameter.data.roll(1, 0)
 
 
-def assign(own: Any) -> None:
-    other = {name: one.flip(0) for name, one in own.state_dict().items()}
-    own.load_state_dict(other, assign=True)
+def assign(ours: Any) -> None:
+    other = {name: item.flip(0) for name, item in ours.state_dict().items()}
+    ours.load_state_dict(other, assign=True)
 
 
-def hook(own: Any) -> None:
+def hook(ours: Any) -> None:
     """As activation steering does."""
-    layer = own.get_input_embeddings()
+    layer = ours.get_input_embeddings()
     layer.register_forward_hook(lambda module, args, out: out + out.flip(-1))
 
 
-def patch(own: Any) -> None:
-    layer = own.get_input_embeddings()
+def patch(ours: Any) -> None:
+    layer = ours.get_input_embeddings()
     layer.forward = lambda ids: torch.nn.functional.embedding(ids, layer.weight).flip(-1)
 
 
@@ -58,39 +58,40 @@ def patch(own: Any) -> None:
 def test_the_next_text_is_of_the_weights_as_they_are(
     family: str, change: Callable[[Any], None]
 ) -> None:
-    own = fresh(family).float()
-    engine = load(own, drafter="prompt-lookup")
+    model = fresh(family).float()
+    engine = load(model, drafter="prompt-lookup")
     before = engine.generate([PROMPT], max_new_tokens=24)[0].tokens
-    change(own)
+    change(model)
     again = engine.generate([PROMPT], max_new_tokens=24)[0].tokens
-    assert again == load(own).generate([PROMPT], max_new_tokens=24)[0].tokens
+    assert again == load(model).generate([PROMPT], max_new_tokens=24)[0].tokens
     assert again != before
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_adapters_may_be_added_switched_and_merged(family: str) -> None:
     peft = pytest.importorskip("peft")
-    own, texts = fresh(family).float(), list[list[int]]()
-    engine = load(own)
+    model, texts = fresh(family).float(), list[list[int]]()
+    engine = load(model)
     targets = ["c_attn"] if family == "gpt2" else ["q_proj", "v_proj"]
     config = peft.LoraConfig(target_modules=targets, init_lora_weights=False, lora_alpha=64)
-    tuned = peft.get_peft_model(own, config).eval()
+    tuned = peft.get_peft_model(model, config).eval()
     tuned.add_adapter("other", config)
     for act in (lambda: None, lambda: tuned.set_adapter("other"), tuned.merge_adapter):
         act()
         texts.append(engine.generate([PROMPT], max_new_tokens=24)[0].tokens)
-        wanted = load(own).generate([PROMPT], max_new_tokens=24)[0].tokens
+        wanted = load(model).generate([PROMPT], max_new_tokens=24)[0].tokens
         assert texts[-1] == wanted
     assert texts[0] != texts[1]
 
 
 @pytest.mark.parametrize("change, says", [
-    (lambda own: own.train(), "training mode"), (lambda own: own.bfloat16(), "bfloat16 on cpu now"),
+    (lambda mine: mine.train(), "training mode"),
+    (lambda mine: mine.bfloat16(), "bfloat16 on cpu now"),
 ])  # fmt: skip
 def test_a_model_that_was_cast_or_put_in_training_is_refused(change: Any, says: str) -> None:
-    own = fresh("gpt2").float()
-    engine = load(own)
-    change(own)
+    model = fresh("gpt2").float()
+    engine = load(model)
+    change(model)
     with pytest.raises(BadInput, match=says):
         engine.generate([PROMPT], max_new_tokens=4)
 
@@ -112,29 +113,29 @@ class Half(nn.Module):
         return (out[0] * 0.5, *out[1:]) if isinstance(out, tuple) else out * 0.5
 
 
-def own_mlp(own: Any) -> None:
-    own.model.layers[1].mlp = Tanh()
+def own_mlp(ours: Any) -> None:
+    ours.model.layers[1].mlp = Tanh()
 
 
-def wrapped_mlp(own: Any) -> None:
-    own.model.layers[0].mlp = Half(own.model.layers[0].mlp)
+def wrapped_mlp(ours: Any) -> None:
+    ours.model.layers[0].mlp = Half(ours.model.layers[0].mlp)
 
 
-def wrapped_attention(own: Any) -> None:
-    own.model.layers[0].self_attn = Half(own.model.layers[0].self_attn)
+def wrapped_attention(ours: Any) -> None:
+    ours.model.layers[0].self_attn = Half(ours.model.layers[0].self_attn)
 
 
-def wrapped_norm(own: Any) -> None:
-    own.model.layers[1].input_layernorm = Half(own.model.layers[1].input_layernorm)
+def wrapped_norm(ours: Any) -> None:
+    ours.model.layers[1].input_layernorm = Half(ours.model.layers[1].input_layernorm)
 
 
-def wrapped_embedding(own: Any) -> None:
-    own.model.embed_tokens = Half(own.model.embed_tokens)
+def wrapped_embedding(ours: Any) -> None:
+    ours.model.embed_tokens = Half(ours.model.embed_tokens)
 
 
-def clamped_mlp(own: Any) -> None:
+def clamped_mlp(ours: Any) -> None:
     """A subclass with all parts of the family's, that differs where numbers are large."""
-    mlp = own.model.layers[0].mlp
+    mlp = ours.model.layers[0].mlp
     forward = type(mlp).forward
 
     class Clamped(type(mlp)):  # type: ignore[misc]
@@ -145,13 +146,13 @@ def clamped_mlp(own: Any) -> None:
     mlp.__class__ = Clamped
 
 
-def scaling(own: Any) -> None:
-    for layer in own.model.layers:
+def scaling(ours: Any) -> None:
+    for layer in ours.model.layers:
         layer.self_attn.scaling *= 3
 
 
-def epsilon(own: Any) -> None:
-    for layer in own.model.layers:
+def epsilon(ours: Any) -> None:
+    for layer in ours.model.layers:
         layer.input_layernorm.variance_epsilon = 3.0
 
 
@@ -166,27 +167,27 @@ PARTS = [own_mlp, wrapped_mlp, wrapped_attention, wrapped_norm, wrapped_embeddin
 def test_a_part_or_a_number_of_the_users_own_is_honoured(
     family: str, dtype: torch.dtype, change: Callable[[Any], None]
 ) -> None:
-    own, ids = fresh(family).to(dtype), torch.tensor([PROMPT])
+    ours, ids = fresh(family).to(dtype), torch.tensor([PROMPT])
     length = 12 if dtype == torch.bfloat16 else 24          # torch rounds otherwise: texts part
-    engine = load(own, drafter="prompt-lookup")
+    engine = load(ours, drafter="prompt-lookup")
     before = engine.generate([PROMPT], max_new_tokens=length)[0].tokens
-    change(own)
-    whole = own.generate(ids, max_new_tokens=length, do_sample=False, pad_token_id=0)
+    change(ours)
+    whole = ours.generate(ids, max_new_tokens=length, do_sample=False, pad_token_id=0)
     wanted = whole[0, 3:].tolist()
     assert wanted != before
-    for made in (engine, load(own, drafter="prompt-lookup")):
+    for made in (engine, load(ours, drafter="prompt-lookup")):
         assert made.generate([PROMPT], max_new_tokens=length)[0].tokens == wanted
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("size", [30, 50])
 def test_another_vocabulary_is_refused_and_followed_by_the_drop_in(family: str, size: int) -> None:
-    own, ids = fresh(family).float(), torch.tensor([PROMPT])
-    engine = load(own)
+    model, ids = fresh(family).float(), torch.tensor([PROMPT])
+    engine = load(model)
     how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    own.generate(ids, **how, custom_generate=draftproof.generate)
-    own.resize_token_embeddings(size, mean_resizing=False)
+    model.generate(ids, **how, custom_generate=draftproof.generate)
+    model.resize_token_embeddings(size, mean_resizing=False)
     with pytest.raises(BadInput, match=f"had 40 tokens when it was loaded here and has {size} now"):
         engine.generate([PROMPT], max_new_tokens=24)
-    ours = own.generate(ids, **how, custom_generate=draftproof.generate)
-    assert torch.equal(ours, own.generate(ids, **how))
+    ours = model.generate(ids, **how, custom_generate=draftproof.generate)
+    assert torch.equal(ours, model.generate(ids, **how))

@@ -22,9 +22,9 @@ def test_a_device_that_is_not_there_is_refused_in_one_sentence(
     for there in (torch.cuda, torch.xpu, torch.backends.mps):
         monkeypatch.setattr(there, "is_available", lambda: False)
     monkeypatch.setattr(module.util, "find_spec", lambda package: None)
-    for name, said in (("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"),
+    for name, output in (("hpu", "habana_frameworks"), ("cuda:77", "CUDA"), ("xpu", "Intel"),
                        ("mps", "Apple"), ("abacus", "choose one of"), ("meta", "choose one of")):
-        with pytest.raises(BadInput, match=said) as refused:
+        with pytest.raises(BadInput, match=output) as refused:
             Device.from_name(name)
         assert repr(name) in str(refused.value) and "\n" not in str(refused.value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -37,60 +37,60 @@ def test_a_device_that_is_not_there_is_refused_in_one_sentence(
 @pytest.fixture
 def gaudi(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A bridge with the names that Gaudi's has, which writes down what it is asked."""
-    said: list[str] = []
+    lines: list[str] = []
     package, bridge, core = (
         types.ModuleType(name) for name in ("habana_frameworks", "habana_frameworks.torch", "core")
     )
     package.__spec__ = importlib.machinery.ModuleSpec("habana_frameworks", None)
-    core.mark_step = lambda: said.append("mark_step")  # type: ignore[attr-defined]
+    core.mark_step = lambda: lines.append("mark_step")  # type: ignore[attr-defined]
 
     class Graph:
         def replay(self) -> None:
-            said.append("replay")
+            lines.append("replay")
 
     class Recording:
         def __init__(self, graph: Graph) -> None:
-            said.append("record")
+            lines.append("record")
 
         def __enter__(self) -> None: ...
         def __exit__(self, *error: object) -> None:
-            said.append("recorded")
+            lines.append("recorded")
 
     hpu = types.SimpleNamespace(
         is_available=lambda: True, device_count=lambda: 1,
-        synchronize=lambda: said.append("synchronize"),
+        synchronize=lambda: lines.append("synchronize"),
         HPUGraph=Graph, graph=Recording, get_device_name=lambda where: "GAUDI2",
         mem_get_info=lambda where: (1, 2),
     )  # fmt: skip
-    for name, found in (("", package), (".torch", bridge), (".torch.core", core)):
-        monkeypatch.setitem(sys.modules, f"habana_frameworks{name}", found)
+    for name, result in (("", package), (".torch", bridge), (".torch.core", core)):
+        monkeypatch.setitem(sys.modules, f"habana_frameworks{name}", result)
     monkeypatch.setattr(torch, "hpu", hpu, raising=False)
-    return said
+    return lines
 
 
 def test_a_gaudi_is_asked_by_its_own_names(
     gaudi: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Device.from_name("hpu")
-    assert found.compiles and found.captures and found.widest == torch.float32
-    assert found.name == "GAUDI2" and found.memory() == (1, 2)
+    result = Device.from_name("hpu")
+    assert result.compiles and result.captures and result.widest == torch.float32
+    assert result.name == "GAUDI2" and result.memory() == (1, 2)
     assert Device.from_name().kind == "hpu", "a Gaudi is the best there is"
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "0")
-    found.flush()
+    result.flush()
     assert gaudi == [], "without lazy mode there is nothing to mark"
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
-    found.synchronize()
+    result.synchronize()
     assert gaudi == ["mark_step", "synchronize"]
     gaudi.clear()
-    replay, results = found.record(lambda: gaudi.append("call") or 3)
+    replay, results = result.record(lambda: gaudi.append("call") or 3)
     replay()
     assert results == 3 and gaudi == [
         "call", "mark_step", "synchronize", "record", "call", "recorded", "replay"
     ]
     with pytest.raises(BadInput, match="float64"):
-        found.check_dtype(torch.float64)
+        result.check_dtype(torch.float64)
     for dtype in (torch.bfloat16, torch.float16):
-        assert found.dtype_for(dtype) == torch.bfloat16
+        assert result.dtype_for(dtype) == torch.bfloat16
 
 
 def test_a_bridge_that_does_not_load_is_named(

@@ -19,8 +19,8 @@ def test_our_kernels_are_named_where_they_read() -> None:
 
 
 def test_what_would_change_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = fresh("llama").float()
-    told = paths(Target(own))["layers"]
+    model = fresh("llama").float()
+    told = paths(Target(model))["layers"]
     assert "short forward" in told and ("--dtype bfloat16" in told or module.kernels() is None)
     assert "own forward" in paths(Target(fresh("gpt2")))["layers"]
     monkeypatch.setattr(module, "kernels", lambda: None)
@@ -28,6 +28,6 @@ def test_what_would_change_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         module, "library", lambda: Library(None, "", "there is no C compiler; install gcc")
     )
     monkeypatch.setattr("draftproof.weights.quantized_linear.kernels", lambda: None)
-    told = paths(Target(own))
+    told = paths(Target(model))
     assert told["layers"].endswith("install gcc") and told["sampling"] == "torch's operators"
     assert told["int8"].startswith("right, and not quicker")

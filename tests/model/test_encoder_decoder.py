@@ -47,23 +47,23 @@ def made(kind: str) -> PreTrainedModel:
     name, values = KINDS[kind]
     torch.manual_seed(0)
     model = getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**values))
-    own: PreTrainedModel = model.double().eval()
-    decoder = own.get_decoder()
-    spread = [own.get_input_embeddings(), decoder.embed_tokens, own.get_output_embeddings(),
+    ours: PreTrainedModel = model.double().eval()
+    decoder = ours.get_decoder()
+    spread = [ours.get_input_embeddings(), decoder.embed_tokens, ours.get_output_embeddings(),
               getattr(decoder, "embed_positions", None)]
     with torch.no_grad():           # the next token depends on all that it should
-        for weight in own.parameters():
+        for weight in ours.parameters():
             weight.mul_(1.5).add_(0.1 * torch.randn_like(weight))
         for part in spread:
             if isinstance(getattr(part, "weight", None), nn.Parameter):
                 part.weight = nn.Parameter(2 * torch.randn_like(part.weight))
-    own.generation_config = GenerationConfig(pad_token_id=PAD, decoder_start_token_id=3)
-    return own
+    ours.generation_config = GenerationConfig(pad_token_id=PAD, decoder_start_token_id=3)
+    return ours
 
 
-def near(own: PreTrainedModel) -> PreTrainedModel:
+def near(model: PreTrainedModel) -> PreTrainedModel:
     """A draft model with the same encoder and nearly the same decoder."""
-    draft, dice = copy.deepcopy(own), torch.Generator().manual_seed(0)
+    draft, dice = copy.deepcopy(model), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in draft.get_decoder().parameters():
             noise = torch.randn(weight.shape, generator=dice, dtype=weight.dtype)
@@ -71,45 +71,45 @@ def near(own: PreTrainedModel) -> PreTrainedModel:
     return draft
 
 
-def prompts(own: PreTrainedModel) -> list[Any]:
+def prompts(model: PreTrainedModel) -> list[Any]:
     dice = torch.Generator().manual_seed(1)
-    if own.main_input_name == "input_features":
+    if model.main_input_name == "input_features":
         features = [torch.randn(1, 8, 20, generator=dice) for _ in range(3)]
-        return [{"input_features": one.double()} for one in features]
+        return [{"input_features": feature.double()} for feature in features]
     return [torch.randint(4, VOCAB, (size,), generator=dice).tolist() for size in (13, 2, 30)]
 
 
 @torch.inference_mode()
-def own_text(own: PreTrainedModel, prompt: Any) -> list[int]:
+def own_text(model: PreTrainedModel, prompt: Any) -> list[int]:
     """Greedily, by the model's forward without a cache."""
-    given, text = prompt, [3]
+    settings, text = prompt, [3]
     if not isinstance(prompt, dict):
-        given = {"input_ids": torch.tensor([prompt])}
-    known = own.get_encoder()(**given)
+        settings = {"input_ids": torch.tensor([prompt])}
+    known = model.get_encoder()(**settings)
     for _ in range(NEW):
-        out = own(encoder_outputs=known, decoder_input_ids=torch.tensor([text]), use_cache=False)
+        out = model(encoder_outputs=known, decoder_input_ids=torch.tensor([text]), use_cache=False)
         text.append(int(out.logits[0, -1].argmax()))
     return text[1:]
 
 
 def texts(engine: Engine, asked: Any, want: Sampling, rows: int) -> list[list[int]]:
     done = engine.generate(asked, sampling=want, max_new_tokens=NEW, batch_size=rows)
-    return [one.checked().tokens for one in done]
+    return [completion.checked().tokens for completion in done]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
     """Alone and in ragged batches, in chains and trees."""
-    own = made(kind)
-    asked, draft = prompts(own), near(own)
-    engines = [load(own), load(own, assistant_model=draft, budget=4),
-               load(own, assistant_model=draft, draft_tree="2,2,1")]
+    model = made(kind)
+    asked, draft = prompts(model), near(model)
+    engines = [load(model), load(model, assistant_model=draft, budget=4),
+               load(model, assistant_model=draft, draft_tree="2,2,1")]
     assert all(engine.target.reads_trees for engine in engines)
     for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        plain = texts(load(own, drafter="none"), asked, want, 1)
+        plain = texts(load(model, drafter="none"), asked, want, 1)
         assert len({token for text in plain for token in text}) > 2, "a text that says little"
         if want.temperature == 0:
-            assert plain == [own_text(own, prompt) for prompt in asked]
+            assert plain == [own_text(model, prompt) for prompt in asked]
         for engine in engines if want.temperature == 0 else engines[1:]:
             assert texts(engine, asked, want, 3) == plain
     assert texts(engines[1], asked[1:], want, 1) == plain[1:]
@@ -118,28 +118,28 @@ def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
 
 def padded(asked: list[Any]) -> dict[str, Tensor]:
     if isinstance(asked[0], dict):
-        return {"input_features": torch.cat([one["input_features"] for one in asked])}
+        return {"input_features": torch.cat([request["input_features"] for request in asked])}
     width = max(map(len, asked))
-    ids = [[*one, *[PAD] * (width - len(one))] for one in asked]
-    mask = [[1] * len(one) + [0] * (width - len(one)) for one in asked]
+    ids = [[*request, *[PAD] * (width - len(request))] for request in asked]
+    mask = [[1] * len(request) + [0] * (width - len(request)) for request in asked]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_of_transformers_writes_the_same(kind: str) -> None:
     """Theirs, and ours in its place; of a batch, and with an assistant."""
-    own = made(kind)
-    asked, inputs = prompts(own), padded(prompts(own))
+    model = made(kind)
+    asked, inputs = prompts(model), padded(prompts(model))
     how: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-    theirs = own.generate(**inputs, **how)
-    for more in ({}, {"drafter": near(own)}):
-        ours = own.generate(**inputs, **how, custom_generate=draftproof.generate, **more)
+    theirs = model.generate(**inputs, **how)
+    for more in ({}, {"drafter": near(model)}):
+        ours = model.generate(**inputs, **how, custom_generate=draftproof.generate, **more)
         assert torch.equal(ours, theirs)
-    whole = texts(load(own), asked, Sampling(), 3)
+    whole = texts(load(model), asked, Sampling(), 3)
     start = 0 if kind == "Whisper" else 1           # whose own leaves out what it began with
     assert [row[start:] for row in theirs.tolist()] == whole
     if kind != "Whisper":
-        scored = own.generate(
+        scored = model.generate(
             **inputs, **how, output_scores=True, return_dict_in_generate=True,
             custom_generate=draftproof.generate,
         )  # fmt: skip
@@ -147,47 +147,47 @@ def test_generate_of_transformers_writes_the_same(kind: str) -> None:
 
 
 def test_what_generation_config_asks_for_sees_the_decoders_text_or_the_encoders() -> None:
-    own = made("Bart")
-    asked = prompts(own)[:2]
-    own.generation_config.update(
+    model = made("Bart")
+    asked = prompts(model)[:2]
+    model.generation_config.update(
         forced_bos_token_id=7, no_repeat_ngram_size=2, repetition_penalty=1.3, min_length=6,
         encoder_no_repeat_ngram_size=2, max_length=12, forced_eos_token_id=2, eos_token_id=2,
     )  # fmt: skip
-    (theirs,) = own.generate(torch.tensor(asked[:1])).tolist()
-    done, other = load(own).generate(asked)
+    (theirs,) = model.generate(torch.tensor(asked[:1])).tolist()
+    done, other = load(model).generate(asked)
     assert [3, *done.tokens] == theirs and theirs[1] == 7 and other.tokens != done.tokens
 
 
 def test_the_encoder_runs_once_and_a_draft_model_shares_it() -> None:
-    own, calls = made("T5"), list[int]()
-    draft = near(own)
-    for one in (own, draft):
-        one.get_encoder().register_forward_hook(lambda *_: calls.append(1))
-    engine = load(own, assistant_model=draft, budget=3)
-    engine.generate(prompts(own), max_new_tokens=NEW, n=2, sampling=Sampling(temperature=1.0))
+    model, calls = made("T5"), list[int]()
+    draft = near(model)
+    for item in (model, draft):
+        item.get_encoder().register_forward_hook(lambda *_: calls.append(1))
+    engine = load(model, assistant_model=draft, budget=3)
+    engine.generate(prompts(model), max_new_tokens=NEW, n=2, sampling=Sampling(temperature=1.0))
     assert len(calls) == 3
     with torch.no_grad():
         draft.get_encoder().block[0].layer[0].layer_norm.weight.mul_(1.1)
-    load(own, assistant_model=draft, budget=3).generate(prompts(own), max_new_tokens=NEW)
+    load(model, assistant_model=draft, budget=3).generate(prompts(model), max_new_tokens=NEW)
     assert len(calls) == 9, "another encoder reads for itself"
 
 
 def test_rows_come_and_go_with_their_sources() -> None:
-    own = made("Bart")
-    asked = [*prompts(own), *([token + 1] * 3 for token in (9, 20, 40, 60))]
+    model = made("Bart")
+    asked = [*prompts(model), *([token + 1] * 3 for token in (9, 20, 40, 60))]
     wants = [Sampling(temperature=0.7, seed=row, max_new_tokens=3 + 2 * row) for row in range(7)]
-    alone = [load(own).generate(one, sampling=want)[0].tokens
-             for one, want in zip(asked, wants, strict=True)]
-    for options in ({"drafter": "portfolio"}, {"assistant_model": near(own)}):
-        done = load(own, **options).generate(asked, sampling=wants, batch_size=3)
-        assert [one.tokens for one in done] == alone
+    alone = [load(model).generate(item, sampling=want)[0].tokens
+             for item, want in zip(asked, wants, strict=True)]
+    for options in ({"drafter": "portfolio"}, {"assistant_model": near(model)}):
+        done = load(model, **options).generate(asked, sampling=wants, batch_size=3)
+        assert [completion.tokens for completion in done] == alone
 
 
 def test_a_source_is_searched_for_what_to_draft() -> None:
     """A decoder that copies what it was asked: of the source, what follows is accepted."""
-    own = made("T5")
-    text = load(own, drafter="none").generate(prompts(own)[0], max_new_tokens=NEW)[0].tokens
-    engine = load(own, drafter="prompt-lookup", budget=3)
+    model = made("T5")
+    text = load(model, drafter="none").generate(prompts(model)[0], max_new_tokens=NEW)[0].tokens
+    engine = load(model, drafter="prompt-lookup", budget=3)
 
     class Knows(EncoderDecoder):
         def begin(self, cache: Any, sources: Any) -> None:
@@ -195,7 +195,7 @@ def test_a_source_is_searched_for_what_to_draft() -> None:
 
     target: Any = engine.target
     target.__class__ = Knows
-    target.asked = encoder_decoder.Source({"input_ids": torch.tensor([prompts(own)[0]])})
+    target.asked = encoder_decoder.Source({"input_ids": torch.tensor([prompts(model)[0]])})
     (done,) = engine.generate([[3, *text]], max_new_tokens=NEW)
     assert done.tokens == text and done.stats.tokens_per_round > 2.5
 
@@ -213,21 +213,21 @@ def test_the_check_at_load_finds_what_is_not_read_right(monkeypatch: pytest.Monk
 
 
 def test_a_decoder_may_draft_and_the_other_way_is_refused() -> None:
-    own, small = made("T5"), fresh("llama", vocab_size=VOCAB)
-    asked = prompts(own)
-    engine = load(own, assistant_model=small, budget=2)
-    assert texts(engine, asked, Sampling(), 3) == texts(load(own), asked, Sampling(), 1)
+    model, small = made("T5"), fresh("llama", vocab_size=VOCAB)
+    asked = prompts(model)
+    engine = load(model, assistant_model=small, budget=2)
+    assert texts(engine, asked, Sampling(), 3) == texts(load(model), asked, Sampling(), 1)
     with pytest.raises(DraftproofError, match="encoder-decoder, and the target is none"):
-        load(small, assistant_model=own)
+        load(small, assistant_model=model)
 
 
 def test_what_cannot_be_is_refused_in_a_sentence() -> None:
-    own = made("Bart")
-    engine, closed = load(own), ShapePolicy(closed=True)
+    model = made("Bart")
+    engine, closed = load(model), ShapePolicy(closed=True)
     features = {"input_features": torch.zeros(1, 8, 20)}
-    for ask, said in (
-        (lambda: load(own, quantize="int8"), "not quantised here"),
-        (lambda: load(own, drafter="self-layers:1"), "name another drafter"),
+    for ask, output in (
+        (lambda: load(model, quantize="int8"), "not quantised here"),
+        (lambda: load(model, drafter="self-layers:1"), "name another drafter"),
         (lambda: Engine(engine.target, shapes=closed).generate([[5]]), "leave graphs"),
         (lambda: engine.generate(features), "the encoder of .* reads input_ids"),
         (lambda: engine.generate([[5] * 65]), "at most 64"),
@@ -236,28 +236,28 @@ def test_what_cannot_be_is_refused_in_a_sentence() -> None:
          "knows 0 to"),
         (lambda: engine.generate("words"), "no tokenizer"),
     ):  # fmt: skip
-        with pytest.raises(DraftproofError, match=said) as error:
+        with pytest.raises(DraftproofError, match=output) as error:
             ask()
         assert "\n" not in str(error.value)
 
 
 def test_whisper_begins_as_its_generation_config_says() -> None:
-    """Language, which it hears, task, and no timestamps; in Python what the processor returns."""
-    own = made("Whisper")
-    own.generation_config = GenerationConfig(
+    """Language, which it detects, task, and no timestamps; in Python what the processor returns."""
+    model = made("Whisper")
+    model.generation_config = GenerationConfig(
         pad_token_id=PAD, decoder_start_token_id=3, eos_token_id=2, suppress_tokens=[40, 41],
         begin_suppress_tokens=[42], lang_to_id={"<|en|>": 10, "<|de|>": 11},
         task_to_id={"transcribe": 20}, no_timestamps_token_id=30, is_multilingual=True,
         return_timestamps=False, task="transcribe",
     )  # fmt: skip
-    asked = prompts(own)
-    theirs = [own.generate(**one, max_new_tokens=NEW)[0].tolist() for one in asked]
-    engine = load(own, assistant_model=near(own), budget=3)
+    asked = prompts(model)
+    theirs = [model.generate(**request, max_new_tokens=NEW)[0].tolist() for request in asked]
+    engine = load(model, assistant_model=near(model), budget=3)
     done = engine.generate(asked, max_new_tokens=NEW)
-    for one, wanted in zip(done, theirs, strict=True):
-        assert one.tokens[: len(wanted)] == wanted
+    for item, wanted in zip(done, theirs, strict=True):
+        assert item.tokens[: len(wanted)] == wanted
     ids, _ = engine.requests.begun(asked[0])        # type: ignore[arg-type]
     assert ids[0] == 3 and ids[1] in (10, 11) and ids[2:] == [20, 30]
-    own.generation_config.return_timestamps = True
+    model.generation_config.return_timestamps = True
     with pytest.raises(BadInput, match="return_timestamps"):
         engine.generate(asked)

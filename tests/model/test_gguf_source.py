@@ -106,11 +106,11 @@ def test_a_table_in_blocks_is_never_held_as_numbers(tmp_path: Path) -> None:
     weight = native.source.tensor("model.embed_tokens.weight")
     head = "lm_head" if "lm_head.weight" in native.source else "model.embed_tokens"
     assert torch.equal(rows[0], native.source.tensor(f"{head}.weight").float()[few])
-    found = torch.empty(2, weight.shape[1], dtype=torch.bfloat16)
+    result = torch.empty(2, weight.shape[1], dtype=torch.bfloat16)
     library = kernels()
     assert library is not None
-    library("embed", tables.embeddings, few, 2, found)
-    assert torch.equal(found, weight.bfloat16()[few])
+    library("embed", tables.embeddings, few, 2, result)
+    assert torch.equal(result, weight.bfloat16()[few])
 
 
 def _dense_tables() -> list[torch.Tensor]:

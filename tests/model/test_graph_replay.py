@@ -168,8 +168,8 @@ def test_a_compiled_forward_must_exist_and_agree(
     def wrong(call: Any, **how: Any) -> Any:
         made = real(call, **how)
 
-        def off(*given: Any) -> Any:
-            logits, hidden = made(*given)
+        def off(*inputs: Any) -> Any:
+            logits, hidden = made(*inputs)
             return logits * 1.1, hidden
 
         return off

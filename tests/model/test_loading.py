@@ -22,7 +22,7 @@ from draftproof.model import loading
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2,
       "vocab_size": 40, "is_encoder_decoder": True}
-"""Of another kind than the weights beside it."""
+"""Of another kind than the weights next to it."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_loads_in_the_precision_asked_for(folder: Path) -> None:
     for asked, got in ((None, torch.float32), ("bf16", torch.bfloat16), ("float64", torch.float64),
                        ("half", torch.float16), (torch.float16, torch.float16)):
-        own = loading.load_model(folder, asked, "cpu")
-        assert own.dtype == got and not own.training
+        loaded = loading.load_model(folder, asked, "cpu")
+        assert loaded.dtype == got and not loaded.training
     for none in ("int8", "float33", "long"):
         with pytest.raises(BadInput, match="dtype"):
             loading.load_model(folder, none)
@@ -75,13 +75,13 @@ def test_one_sentence_for_everything_that_cannot_be_loaded(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("how, says", [
-    (lambda one: {key: one[key] for key in one if key != "model.norm.weight"},
+    (lambda item: {key: item[key] for key in item if key != "model.norm.weight"},
      "lacks model.norm.weight, which"),
-    (lambda one: {"_orig_mod." + key: one[key] for key in one},
+    (lambda item: {"_orig_mod." + key: item[key] for key in item},
      r"and 20 more, which .* \(and has _orig_mod.lm_head.weight and 20 more instead\)"),
-    (lambda one: {key.replace("q_proj.", "q_proj.base_layer."): one[key] for key in one},
+    (lambda item: {key.replace("q_proj.", "q_proj.base_layer."): item[key] for key in item},
      "q_proj.weight and 1 more.*merge_and_unload"),
-    (lambda one: {**one, "model.norm.weight": torch.zeros(7)},
+    (lambda item: {**item, "model.norm.weight": torch.zeros(7)},
      r"another size of model.norm.weight: \[7\] for \[32\]"),
 ])  # fmt: skip
 def test_weights_that_would_be_random_are_refused(
@@ -137,15 +137,15 @@ def test_loading_asks_for_a_tokenizer_only_where_there_is_one(
 
 
 def test_a_gguf_file_is_the_model_that_it_holds(tmp_path: Path) -> None:
-    own = gguf_models.tiny("qwen2")
-    gguf_models.save(own, tmp_path / "model.GGUF")
-    found = loading.load_model(tmp_path / "model.GGUF", "float32", "cpu")
-    assert not hasattr(found, "hf_quantizer") and found.dtype == torch.float32
-    assert loading.load_config(tmp_path / "model.GGUF").hidden_size == own.config.hidden_size
+    model = gguf_models.tiny("qwen2")
+    gguf_models.save(model, tmp_path / "model.GGUF")
+    loaded = loading.load_model(tmp_path / "model.GGUF", "float32", "cpu")
+    assert not hasattr(loaded, "hf_quantizer") and loaded.dtype == torch.float32
+    assert loading.load_config(tmp_path / "model.GGUF").hidden_size == model.config.hidden_size
     assert loading.load_tokenizer(tmp_path / "model.GGUF") is None
     with torch.inference_mode():
         text = torch.arange(12)[None]
-        torch.testing.assert_close(found(text).logits, own(text).logits)
+        torch.testing.assert_close(loaded(text).logits, model(text).logits)
     (tmp_path / "broken.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFound, match=r"broken\.gguf is not a GGUF file"):
         loading.load_model(tmp_path / "broken.gguf")
@@ -154,15 +154,15 @@ def test_a_gguf_file_is_the_model_that_it_holds(tmp_path: Path) -> None:
 
 
 def test_the_parts_of_a_gguf_file_are_one_model(tmp_path: Path) -> None:
-    own = gguf_models.tiny("llama")
-    gguf_models.save(own, tmp_path / "m.gguf", parts=9)
+    model = gguf_models.tiny("llama")
+    gguf_models.save(model, tmp_path / "m.gguf", parts=9)
     parts = sorted(tmp_path.iterdir())
     assert len(parts) == 3
     text = torch.arange(12)[None]
     for part in parts:
         with torch.inference_mode():
-            found = loading.load_model(part, "float32", "cpu")(text).logits
-        torch.testing.assert_close(found, own(text).logits)
+            result = loading.load_model(part, "float32", "cpu")(text).logits
+        torch.testing.assert_close(result, model(text).logits)
 
 
 def test_an_architecture_that_nothing_reads_is_named(tmp_path: Path) -> None:

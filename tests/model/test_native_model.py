@@ -155,10 +155,10 @@ def test_a_configuration_is_completed_as_transformers_completes_it(family: str) 
         theirs = transformers.AutoConfig.for_model(kind, **json.loads(json.dumps(rest)))
         names = ["rms_norm_eps", "tie_word_embeddings", "max_position_embeddings",
                  "num_key_value_heads", "bos_token_id", "eos_token_id", "pad_token_id"]
-        names += [one for one in ("attention_bias", "mlp_bias", "sliding_window", "layer_types")
-                  if hasattr(theirs, one) and getattr(theirs, one) is not None]
-        for one in names:
-            assert getattr(ours, one) == getattr(theirs, one), one
+        names += [each for each in ("attention_bias", "mlp_bias", "sliding_window", "layer_types")
+                  if hasattr(theirs, each) and getattr(theirs, each) is not None]
+        for item in names:
+            assert getattr(ours, item) == getattr(theirs, item), item
         rope = ours.rope_parameters.get("", ours.rope_parameters)
         wanted = theirs.rope_parameters
         for mine, hers in ((rope, wanted),) if "rope_type" in wanted else (

@@ -76,12 +76,12 @@ def test_a_chat_template_cannot_reach_out(template: str) -> None:
         render(template, MESSAGES, None)
 
 
-@pytest.mark.parametrize("own", [None, "qwen2", "gpt2"])
+@pytest.mark.parametrize("mine", [None, "qwen2", "gpt2"])
 def test_a_kept_tokenizer_is_the_one_that_transformers_built(
-    own: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mine: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path if own is None else shared("tokenizers", own)
-    if own is None:
+    folder = tmp_path if mine is None else shared("tokenizers", mine)
+    if mine is None:
         tokenizer(tmp_path, TEMPLATES["loops"])
     monkeypatch.setenv("DRAFTPROOF_CACHE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -21,7 +21,7 @@ from draftproof.errors import BadInput, BrokenModel, UnsupportedModel
 from draftproof.model.target import Target, target_of
 
 SHAPE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000", "0000"])
-LEADS = (9, 3, 14)
+LENGTHS = (9, 3, 14)
 # they weigh attention in float32, whatever the model's dtype
 ROUGH = dict.fromkeys(("gemma2", "gptj"), 3e-6)
 
@@ -32,15 +32,15 @@ def _no_grad() -> Any:
         yield
 
 
-def led(own: Target, seed: int = 0, capacity: int = 48) -> tuple[KVCache, list[list[int]]]:
-    """Three ragged rows with committed texts of `LEADS` tokens."""
+def led(ours: Target, seed: int = 0, capacity: int = 48) -> tuple[KVCache, list[list[int]]]:
+    """Three ragged rows with committed texts of `LENGTHS` tokens."""
     dice = torch.Generator().manual_seed(seed)
-    texts = [torch.randint(VOCAB, (size,), generator=dice).tolist() for size in LEADS]
-    cache = own.new_cache(len(texts), capacity)
+    texts = [torch.randint(VOCAB, (size,), generator=dice).tolist() for size in LENGTHS]
+    cache = ours.new_cache(len(texts), capacity)
     for row, text in enumerate(texts):
         view = cache.rows(row, row + 1)
         for piece in (text[:2], text[2:]):
-            own.read(TokenTree.chain(torch.tensor([piece])), view, last_only=True)
+            ours.read(TokenTree.chain(torch.tensor([piece])), view, last_only=True)
             view.keep(None, torch.tensor([len(piece)]))
     return cache, texts
 
@@ -50,22 +50,22 @@ def random_tree(rows: int, seed: int, shape: TreeShape = SHAPE) -> TokenTree:
     return TokenTree.shaped(tokens, shape)
 
 
-def own_logits(own: Target, text: list[int]) -> torch.Tensor:
-    return own.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+def own_logits(ours: Target, text: list[int]) -> torch.Tensor:
+    return ours.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tree_is_read_as_its_paths(family: str) -> None:
     """Ragged rows, texts longer than any window: at every node the logits of the model's own
     forward on its path."""
-    own = target(family)
-    assert own.reads_trees and own.vocab_size == VOCAB
-    cache, texts = led(own)
+    ours = target(family)
+    assert ours.reads_trees and ours.vocab_size == VOCAB
+    cache, texts = led(ours)
     tree = random_tree(3, 1)
-    logits = own.read(tree, cache).logits
+    logits = ours.read(tree, cache).logits
     for row, node in [(row, node) for row in range(3) for node in range(len(SHAPE))]:
         path = tree.tokens[row, tree.ancestors[row, node]].tolist()
-        wanted = own_logits(own, texts[row] + path)
+        wanted = own_logits(ours, texts[row] + path)
         rough = ROUGH.get(family, 1e-9)
         torch.testing.assert_close(logits[row, node], wanted, rtol=0, atol=rough)
 
@@ -74,15 +74,15 @@ def test_a_tree_is_read_as_its_paths(family: str) -> None:
 def test_a_tree_may_be_read_level_by_level(family: str) -> None:
     """With `first`, nodes already in the scratch are not read again; and absent nodes change
     nothing."""
-    own = target(family)
+    ours = target(family)
     tree = random_tree(3, 2)
     tree.tokens[1, [2, 5]] = ABSENT  # the second child and its descendants
-    cache, _ = led(own)
-    whole = own.read(tree, cache).logits
-    other, _ = led(own)
+    cache, _ = led(ours)
+    whole = ours.read(tree, cache).logits
+    other, _ = led(ours)
     for level in SHAPE.levels:
         cut = TokenTree.shaped(tree.tokens[:, : level.stop], SHAPE.within(level.stop - 1))
-        part = own.read(cut, other, first=level.start).logits
+        part = ours.read(cut, other, first=level.start).logits
         torch.testing.assert_close(part, whole[:, level.start : level.stop], rtol=0, atol=1e-9)
 
 
@@ -92,55 +92,55 @@ def test_states_and_the_last_logits_are_those_of_whole_texts(
 ) -> None:
     """As transformers and training read them; of models, too, that cannot be asked for the last
     logits alone."""
-    own, rough = target(family), ROUGH.get(family, 1e-9)
-    cache, texts = led(own)
+    ours, rough = target(family), ROUGH.get(family, 1e-9)
+    cache, texts = led(ours)
     tree, layers = random_tree(3, 3, TreeShape.chain(2)), (1, -1)
-    reading = own.read(tree, cache, hidden_layers=layers)
-    assert reading.hidden is not None and own.read(tree, cache).hidden is None
+    reading = ours.read(tree, cache, hidden_layers=layers)
+    assert reading.hidden is not None and ours.read(tree, cache).hidden is None
     whole = [texts[row] + tree.tokens[row].tolist() for row in range(3)]
     tokens = torch.full((3, max(map(len, whole))), ABSENT)
     for row, text in enumerate(whole):
         tokens[row, : len(text)] = torch.tensor(text)
-    features = own.features(tokens, tokens.float(), hidden_layers=layers, logits=True)
+    features = ours.features(tokens, tokens.float(), hidden_layers=layers, logits=True)
     assert features.logits is not None
     for row, text in enumerate(whole):
-        out = own.model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+        out = ours.model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
         states = torch.stack([out.hidden_states[layer][0] for layer in layers], 1)
         pairs = ((reading.hidden[row], states[-3:]), (features.hidden[row, : len(text)], states),
                  (features.logits[row, : len(text)], out.logits[0]))
-        for found, wanted in pairs:
-            torch.testing.assert_close(found, wanted, rtol=0, atol=rough)
-    torch.testing.assert_close(own.unembed(reading.hidden[:, :, 1]), reading.logits)
-    assert own.features(tokens, tokens.float()).logits is None
-    assert own.embed(tokens).shape[-1] == own.hidden_size == reading.hidden.shape[-1]
+        for result, wanted in pairs:
+            torch.testing.assert_close(result, wanted, rtol=0, atol=rough)
+    torch.testing.assert_close(ours.unembed(reading.hidden[:, :, 1]), reading.logits)
+    assert ours.features(tokens, tokens.float()).logits is None
+    assert ours.embed(tokens).shape[-1] == ours.hidden_size == reading.hidden.shape[-1]
     for trims in (True, False):
-        monkeypatch.setattr(own, "_trims", trims)
-        last = own.read(tree, cache, last_only=True).logits
+        monkeypatch.setattr(ours, "_trims", trims)
+        last = ours.read(tree, cache, last_only=True).logits
         torch.testing.assert_close(last, reading.logits[:, -1:], rtol=0, atol=1e-12)
 
 
 def test_the_model_is_left_alone() -> None:
-    own = fresh("gemma3")
-    before = {name: value.clone() for name, value in own.state_dict().items()}
-    config = own.config.to_dict()
-    led(Target(own))
-    assert own.config.to_dict() == config
-    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+    ours = fresh("gemma3")
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    config = ours.config.to_dict()
+    led(Target(ours))
+    assert ours.config.to_dict() == config
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
 
 
 def test_what_is_no_decoder_in_memory_with_our_masks_is_refused() -> None:
-    own, attends = fresh("llama"), fresh("llama")
+    ours, attends = fresh("llama"), fresh("llama")
     attends.config._attn_implementation = "flex_attention"
     t5 = T5ForConditionalGeneration(T5Config(
         vocab_size=VOCAB, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2
     ))
     partly = fresh("llama")
     partly.model.layers[1].mlp.to("meta")
-    sorts = LlamaForSequenceClassification(own.config)
-    for other, said in ((own.model, "writes no text"), (sorts, "writes no text"),
+    sorts = LlamaForSequenceClassification(ours.config)
+    for other, output in ((ours.model, "writes no text"), (sorts, "writes no text"),
                         (partly, "not in memory"), (attends, "flex_attention"),
-                        (t5, "load it whole"), (own.to("meta"), "not in memory")):
-        with pytest.raises(UnsupportedModel, match=said):
+                        (t5, "load it whole"), (ours.to("meta"), "not in memory")):
+        with pytest.raises(UnsupportedModel, match=output):
             Target(other)
     with pytest.raises(BadInput, match="the model was 3; give"):
         target_of(3)    # type: ignore[arg-type]
@@ -159,8 +159,8 @@ LONG = {**BASE, "rope_type": "longrope", "original_max_position_embeddings": 32,
 def test_a_context_beyond_which_positions_are_rescaled_is_told(
     family: str, rope: dict[str, Any], context: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = Target(fresh(family, max_position_embeddings=64, rope_parameters=rope))
-    assert own.context == (context or 64) and ("texts end there" in caplog.text) is bool(context)
+    ours = Target(fresh(family, max_position_embeddings=64, rope_parameters=rope))
+    assert ours.context == (context or 64) and ("texts end there" in caplog.text) is bool(context)
 
 
 def test_llama_4_ends_before_its_queries_are_scaled() -> None:
@@ -183,32 +183,32 @@ def test_a_model_that_reads_only_chains_exactly_says_so(dtype: torch.dtype, spre
     """MPT's ALiBi counts slots: right for chains, wrong for trees by two or three in a hundred."""
     sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
     mpt = build("MptConfig", vocab_size=VOCAB, initializer_range=spread, **sizes)
-    own = Target(mpt.to(dtype))
-    assert not own.reads_trees
+    ours = Target(mpt.to(dtype))
+    assert not ours.reads_trees
     if dtype == torch.float64:
-        cache, texts = led(own)
+        cache, texts = led(ours)
         tree = random_tree(3, 1, TreeShape.chain(4))
-        logits = own.read(tree, cache).logits
+        logits = ours.read(tree, cache).logits
         for row, node in [(row, node) for row in range(3) for node in range(5)]:
             text = texts[row] + tree.tokens[row, : node + 1].tolist()
-            torch.testing.assert_close(logits[row, node], own_logits(own, text), rtol=0, atol=3e-6)
+            torch.testing.assert_close(logits[row, node], own_logits(ours, text), rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_not_taken_for_a_mistake(family: str, dtype: torch.dtype) -> None:
-    own = fresh(family).to(dtype)
+    ours = fresh(family).to(dtype)
     if dtype == torch.float32:
-        own.set_attn_implementation("eager")
-    assert Target(own).reads_trees
+        ours.set_attn_implementation("eager")
+    assert Target(ours).reads_trees
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_broken_model_is_named(value: float) -> None:
-    own = fresh("llama")
-    own.lm_head.weight.data[:] = value
+    ours = fresh("llama")
+    ours.lm_head.weight.data[:] = value
     with pytest.raises(BrokenModel, match="finite"):
-        Target(own)
+        Target(ours)
 
 
 def test_the_self_test_sees_a_small_wrong() -> None:
@@ -221,10 +221,10 @@ def test_the_self_test_sees_a_small_wrong() -> None:
                 out.logits = out.logits * (1 + 1e-4)
             return out
 
-    own = fresh("llama")
-    own.__class__ = Off
+    ours = fresh("llama")
+    ours.__class__ = Off
     with pytest.raises(UnsupportedModel, match="exactly"):
-        Target(own)
+        Target(ours)
 
 
 @pytest.mark.parametrize(("name", "off"), [
@@ -237,8 +237,8 @@ def test_unembedding_says_what_the_model_says(name: str, off: dict[str, float | 
     model = fresh(name, **({"final_logit_softcapping": 2.0} if name == "gemma2" else {}))
     subject = Target(model)
     hidden = subject.features(tokens, torch.ones(1, 6), hidden_layers=(-1,)).hidden[:, :, 0]
-    said = subject.unembed(hidden)
-    torch.testing.assert_close(said, model(tokens).logits, rtol=0, atol=1e-12)
+    output = subject.unembed(hidden)
+    torch.testing.assert_close(output, model(tokens).logits, rtol=0, atol=1e-12)
     for setting, value in off.items():
         setattr(model.config, setting, value)
-    assert (Target(model).unembed(hidden) - said).abs().max() > 0.1
+    assert (Target(model).unembed(hidden) - output).abs().max() > 0.1

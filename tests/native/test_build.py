@@ -53,10 +53,10 @@ def test_noise_has_the_bits_of_the_operators_on_every_level(build: str) -> None:
         pytest.skip(f"needs {build}")
     seeds = [seed * 0x9E3779B97F4A7C15 % 2**64 for seed in range(100)]
     keys, places = noise.row_keys(seeds, [0] * 100), torch.arange(100).expand(100, -1) * 997
-    found, streams = CpuOps(Kernels(opened(build))), noise.stream(keys, Role.TARGET, places)
-    for some, vocab in ((streams, 33), (streams[:1, :2], 151_936)):
-        wanted = noise.gumbel(some, vocab)
-        assert torch.equal(found.run(noise.gumbel, some, vocab), wanted)
+    cpu_ops, streams = CpuOps(Kernels(opened(build))), noise.stream(keys, Role.TARGET, places)
+    for sample, vocab in ((streams, 33), (streams[:1, :2], 151_936)):
+        wanted = noise.gumbel(sample, vocab)
+        assert torch.equal(cpu_ops.run(noise.gumbel, sample, vocab), wanted)
     assert float(wanted.max()) > 12 and float(wanted.min()) < -2.4
 
 
@@ -73,8 +73,8 @@ def test_two_processes_may_compile_at_once_and_the_next_finds_what_they_made(cac
     told = [sys.executable, "-c", code]
     both = [subprocess.Popen(told, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     build = able(os.environ.get(ISA, LEVELS[-1]))[0]
-    assert [one.communicate(timeout=200)[0].strip() for one in both] == [build] * 2
-    assert [one.name for one in cached.iterdir()] == [name_of(build)]
+    assert [item.communicate(timeout=200)[0].strip() for item in both] == [build] * 2
+    assert [item.name for item in cached.iterdir()] == [name_of(build)]
     made = module._library_file(build).stat()
     assert module._library_file(build).stat().st_mtime_ns == made.st_mtime_ns
 
@@ -94,7 +94,7 @@ def test_what_a_wheel_brought_needs_no_compiler(
         module._library_file("avx2")
 
 
-def test_a_damaged_library_is_compiled_anew(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_library_is_compiled_again(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded, it would end the process. So is one that another user can write to."""
     sound, made = b"a library", list[str]()
 
@@ -149,8 +149,8 @@ def test_levels_are_lowered_and_never_raised(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_environment_chooses_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in LEVELS:
         monkeypatch.setenv(ISA, level)
-        found = load()
-        assert found.loaded is not None and found.build == able(level)[0]
+        loaded = load()
+        assert loaded.loaded is not None and loaded.build == able(level)[0]
 
 
 def test_without_a_library_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, cached: Path) -> None:

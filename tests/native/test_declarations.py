@@ -139,11 +139,12 @@ def test_structures_take_no_bare_addresses() -> None:
 
 
 def test_noise_reaches_as_far_as_its_places() -> None:
-    logits, heats = torch.zeros(2, 16, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float32)
+    logits = torch.zeros(2, 16, dtype=torch.bfloat16)
+    temperatures = torch.ones(2, dtype=torch.float32)
     noise, tokens = torch.zeros(3, 16, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)
     for places in ([0, 2], [0, 3], [-1, 0], None):
         where = None if places is None else torch.tensor(places)
-        values = (logits, noise, where, heats, 1, 2, 16, -1, tokens)
+        values = (logits, noise, where, temperatures, 1, 2, 16, -1, tokens)
         if places == [0, 2]:
             call("sample", *values)
         else:

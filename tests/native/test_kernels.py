@@ -35,15 +35,15 @@ def test_a_gate_of_any_size_lets_through_what_it_should(
     gelu: bool, opened: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Far below zero nothing, however far: exponentials there are beyond any number."""
-    found = kernels()
-    assert found is not None
+    library = kernels()
+    assert library is not None
     for sign in (-1, 1):
         gate = sign * torch.logspace(-2, 38, 1600).bfloat16()
         up, out = torch.full_like(gate, 2.0), torch.empty_like(gate)
-        found("gate", torch.cat([gate, up]), out, gelu, 1, len(gate))
+        library("gate", torch.cat([gate, up]), out, gelu, 1, len(gate))
         torch.testing.assert_close(
             out, opened(gate.float()).bfloat16() * up, rtol=0.01, atol=1e-3 if gelu else 1e-30
         )
     broken = torch.cat([torch.full((16,), torch.nan), torch.ones(16)]).bfloat16()
-    found("gate", broken, out, gelu, 1, 16)
+    library("gate", broken, out, gelu, 1, 16)
     assert out[:16].isnan().all()

@@ -29,7 +29,7 @@ def test_all_is_right_on_a_lower_level(level: str) -> None:
     if ISA in os.environ or level not in levels[1:] or levels[0] == level:
         pytest.skip("not a lower level of this processor, or held to one already")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += [str(TESTS / one) for one in WHAT]
+    command += [str(TESTS / item) for item in WHAT]
     held = {**os.environ, **TORCH[level], ISA: level}
     done = subprocess.run(command, env=held, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

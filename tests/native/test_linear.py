@@ -1,5 +1,5 @@
 """Linear layers by kernels: the product of the definition, and bits that do not depend on what is
-read beside it, on threads, nor, in 8 bits, on the processor."""
+read with it, on threads, nor, in 8 bits, on the processor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DICE = torch.Generator()
 
 
 @pytest.fixture(scope="module", params=list(BUILDS))
-def found(request: pytest.FixtureRequest) -> Kernels:
+def library(request: pytest.FixtureRequest) -> Kernels:
     """The kernels of each build that this processor can run."""
     if request.param not in able():
         pytest.skip(f"needs {request.param}")
@@ -58,30 +58,30 @@ def in_codes(inputs: Tensor, together: int) -> Tensor:
 
 @pytest.mark.parametrize(("outputs", "size"), SHAPES)
 @pytest.mark.parametrize("kind", [in_16_bits, in_8_bits])
-def test_products_are_those_of_the_definition_whatever_is_read_beside(
-    found: Kernels, kind: Callable[..., tuple[Native, object, Tensor, int]], outputs: int,
+def test_products_are_those_of_the_definition_whatever_is_read_next_to(
+    library: Kernels, kind: Callable[..., tuple[Native, object, Tensor, int]], outputs: int,
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     DICE.manual_seed(outputs)
     layer, _held, dense, together = kind(outputs, size)
     inputs = torch.randn(130, size, generator=DICE).bfloat16()
     inputs[4], inputs[5], inputs[6, size // 2] = 1, -1, 1000        # of which one is loud
-    whole, read = found.multiply(layer, inputs), in_codes(inputs, together)
+    whole, read = library.multiply(layer, inputs), in_codes(inputs, together)
     wanted, spread = read @ dense.t(), read.norm(dim=1, keepdim=True) * dense.norm(dim=1)
     assert bool(((whole.double() - wanted).abs() <= wanted.abs() / 250 + spread / 1000).all())
     if together:
         assert torch.equal(whole, Kernels(opened(able()[0])).multiply(layer, inputs))
     for start, many in ((0, 1), (5, 2), (3, 4), (7, 8), (3, 9), (17, 12), (40, 13), (1, 64),
                         (20, 110)):
-        some = slice(start, start + many)
-        assert torch.equal(found.multiply(layer, inputs[some]), whole[some]), many
+        sample = slice(start, start + many)
+        assert torch.equal(library.multiply(layer, inputs[sample]), whole[sample]), many
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert torch.equal(found.multiply(layer, inputs[:30]), whole[:30]), threads
+        assert torch.equal(library.multiply(layer, inputs[:30]), whole[:30]), threads
 
 
 @pytest.mark.parametrize(("outputs", "size"), SHAPES)
-def test_sums_of_whole_numbers_are_exact(found: Kernels, outputs: int, size: int) -> None:
+def test_sums_of_whole_numbers_are_exact(library: Kernels, outputs: int, size: int) -> None:
     """Small whole numbers, whose sums single precision holds exactly in any order: only the
     last rounding is left."""
     DICE.manual_seed(0)
@@ -90,14 +90,14 @@ def test_sums_of_whole_numbers_are_exact(found: Kernels, outputs: int, size: int
     held, added = interleaved(weight.bfloat16(), 2), pad_to_strip(bias.bfloat16())
     for rows in (0, 1, 2, 11, 12, 13, 16, 17, 25, 60, 97, 121, 145):
         inputs = torch.randint(-4, 5, (rows, size), generator=DICE).float()
-        for padded, own in ((None, None), (added, bias)):
+        for padded, ours in ((None, None), (added, bias)):
             layer = linear(held, None, padded, size, outputs)
-            wanted = torch.nn.functional.linear(inputs, weight, own).bfloat16()
-            assert torch.equal(found.multiply(layer, inputs.bfloat16()), wanted), rows
+            wanted = torch.nn.functional.linear(inputs, weight, ours).bfloat16()
+            assert torch.equal(library.multiply(layer, inputs.bfloat16()), wanted), rows
 
 
-def test_inputs_that_are_not_the_layers_are_refused(found: Kernels) -> None:
+def test_inputs_that_are_not_the_layers_are_refused(library: Kernels) -> None:
     layer, _held, *_ = in_16_bits(32, 64)
     for inputs in (torch.zeros(2, 64), torch.zeros(2, 32, dtype=torch.bfloat16)):
         with pytest.raises(BadInput, match="64 inputs in bfloat16"):
-            found.multiply(layer, inputs)
+            library.multiply(layer, inputs)

@@ -16,7 +16,7 @@ from draftproof.native.structures import (
     interleaved,
     joint_linear,
     linear,
-    rounded,
+    pad_to_strip,
 )
 from draftproof.weights.block_linear import pack_blocks
 
@@ -40,7 +40,7 @@ def sizes(format: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_products_are_those_of_the_blocks_whatever_is_read_beside(
+def test_products_are_those_of_the_blocks_whatever_is_read_next_to(
     library: Kernels, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for outputs, size in sizes(format):
@@ -81,7 +81,7 @@ def test_the_values_of_rows_are_the_files(library: Kernels, format: str) -> None
 def test_parts_of_different_formats_are_one_layer(library: Kernels) -> None:
     size, parts, held, layers = 512, [("Q4_K", 70), ("Q6_K", 32), ("Q8_0", 5)], [], []
     bias = torch.randn(70 + 32 + 5 + 40).bfloat16()
-    biases = [rounded(part) for part in torch.split(bias, [70, 32, 5, 40])]
+    biases = [pad_to_strip(part) for part in torch.split(bias, [70, 32, 5, 40])]
     for number, (format, outputs) in enumerate(parts):
         held.append(pack_blocks(random_blocks(format, outputs, size, seed=number), library))
         layers.append(block_linear(format, held[-1], biases[number], size, outputs))

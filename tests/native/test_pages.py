@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 def told(address: int) -> str:
     """What the system says of the pages around an address."""
     for entry in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", SMAPS.read_text()):
-        found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", entry)
-        if found and int(found[1], 16) <= address < int(found[2], 16):
+        result = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", entry)
+        if result and int(result[1], 16) <= address < int(result[2], 16):
             return entry
     raise AssertionError(f"nothing lies at {address:x}")
 

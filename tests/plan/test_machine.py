@@ -62,14 +62,14 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert board.name == "board" and board.round(False, 1, 0, 0) > 14e9 / 1e11
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "output"), [
     (None, "give a file, or one of"), ("{", "not a machine description"),
     ('{"bandwidth": 1}', "compute"),
     (json.dumps(asdict(HERE) | {"model": "other"}), "was timed with other"),
 ])  # fmt: skip
-def test_what_is_no_machine_is_refused(text: str | None, said: str, tmp_path: Path) -> None:
+def test_what_is_no_machine_is_refused(text: str | None, output: str, tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=output):
         read_machine(str(file), "model", BIG, {})

@@ -17,13 +17,14 @@ def test_sizes_follow_each_other_in_blocks_and_noise_is_never_right() -> None:
     engine, asked = Engine(target()), prompts(2, seed=1)
     noise, heads = RandomDrafter(target().vocab_size), MedusaHead.fresh(target(), num_heads=2)
     sizes = [[0, 1, 3], [0, 2]]
-    found = rounds(engine, [noise, heads.drafter(target())], asked, Sampling(), sizes, 3)
-    for blocks, some in zip(found, sizes, strict=True):
-        assert [{one.size for one in block} for block in blocks] == [{n} for n in some + some[::-1]]
+    result = rounds(engine, [noise, heads.drafter(target())], asked, Sampling(), sizes, 3)
+    for blocks, few in zip(result, sizes, strict=True):
+        assert [{item.size for item in block} for block in blocks] == [{n} for n in few + few[::-1]]
         assert {len(block) for block in blocks} == {3}
-    assert all(one.nodes == one.size for block in found[0] for one in block)
-    assert {len(some) for some in by_size(found[0]).values()} == {4}
-    assert all(one.drafting < one.seconds for some in by_size(found[1]).values() for one in some)
+    assert all(entry.nodes == entry.size for block in result[0] for entry in block)
+    assert {len(value) for value in by_size(result[0]).values()} == {4}
+    assert all(item.drafting < item.seconds
+               for value in by_size(result[1]).values() for item in value)
 
 
 def test_rounds_are_timed_once_all_prompts_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +33,8 @@ def test_rounds_are_timed_once_all_prompts_are_read(monkeypatch: pytest.MonkeyPa
     asked = [engine.requests.tokens("One day, a dog") for _ in range(3)]
     noise = RandomDrafter(engine.target.vocab_size)
     (timings,) = rounds(engine, [noise], asked, Sampling(), [[0, 2]], 3)
-    assert [[one.size for one in block] for block in timings] == [[n] * 3 for n in (0, 2, 2, 0)]
-    assert all(one.seconds > 0 and one.nodes == one.size for block in timings for one in block)
+    assert [[entry.size for entry in block] for block in timings] == [[n] * 3 for n in (0, 2, 2, 0)]
+    assert all(item.seconds > 0 and item.nodes == item.size for block in timings for item in block)
 
 
 def test_a_machine_is_timed_at_every_batch_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,11 +42,12 @@ def test_a_machine_is_timed_at_every_batch_and_size(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(probing, "SECONDS", 0.0)
     monkeypatch.setattr(probing, "LONG", 16)
     heads = {"heads": MedusaHead.fresh(target(), num_heads=2).drafter(target())}
-    found = probe(Engine(target()), prompts(2, seed=1), [4], [0.0, 0.7], [0, 2], heads)
+    probed = probe(Engine(target()), prompts(2, seed=1), [4], [0.0, 0.7], [0, 2], heads)
     wanted = {(sampled, rows) for sampled in (False, True) for rows in (1, 2, 4)}
-    assert {(one.sampled, one.rows) for one in found.timed if not one.drafter} == wanted
-    assert {(one.sampled, one.rows) for one in found.timed if one.drafter == "heads"} == wanted
-    assert {one.nodes for one in found.timed if not one.drafter} == {0, 2}
+    plain = [timing for timing in probed.timed if not timing.drafter]
+    assert {(timing.sampled, timing.rows) for timing in plain} == wanted
+    assert {(item.sampled, item.rows) for item in probed.timed if item.drafter == "heads"} == wanted
+    assert {timing.nodes for timing in plain} == {0, 2}
     for rows in (1, 2, 4):
-        curve = [one.seconds for one in found.timed if one[:3] == ("", False, rows)]
+        curve = [timing.seconds for timing in probed.timed if timing[:3] == ("", False, rows)]
         assert 0 < curve[0] <= curve[1]

@@ -56,22 +56,24 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 }  # fmt: skip
 
 
-def texts_of(heat: float, ends: tuple[int, ...], layers: tuple[int, ...] = ()) -> list[Text]:
-    """What the target writes behind some prompts."""
+def texts_of(temperature: float, ends: tuple[int, ...], layers: tuple[int, ...] = ()) -> list[Text]:
+    """What the target writes after some prompts."""
     engine = Engine(target(), Plain(), stop_tokens=ends)
     asked = prompts(5, seed=4)
-    samplings = [Sampling(temperature=heat, seed=seed) for seed in range(len(asked))]
+    samplings = [Sampling(temperature=temperature, seed=seed) for seed in range(len(asked))]
     done = engine.generate(asked, sampling=samplings, max_new_tokens=NEW)
     rows = zip(asked, done, samplings, strict=True)
-    return [recorded(engine, Text(prompt + one.tokens, len(prompt), sampling), layers)
-            for prompt, one, sampling in rows]  # fmt: skip
+    return [recorded(engine, Text(prompt + item.tokens, len(prompt), sampling), layers)
+            for prompt, item, sampling in rows]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize(("heat", "rows"), [(0.0, 3), (1.0, 1), (1.0, 3)])
-def test_a_replay_takes_the_rounds_that_the_engine_takes(name: str, heat: float, rows: int) -> None:
+@pytest.mark.parametrize(("temperature", "rows"), [(0.0, 3), (1.0, 1), (1.0, 3)])
+def test_a_replay_takes_the_rounds_that_the_engine_takes(
+    name: str, temperature: float, rows: int
+) -> None:
     ends, drafter = (3, 7), DRAFTERS[name]()
-    texts = texts_of(heat, ends, drafter.hidden_layers)
+    texts = texts_of(temperature, ends, drafter.hidden_layers)
     plain = Engine(target(), Plain(), stop_tokens=ends)
     asked = [text.tokens[: text.prompt] for text in texts]
     for size in (1, 4):
@@ -80,20 +82,20 @@ def test_a_replay_takes_the_rounds_that_the_engine_takes(name: str, heat: float,
                                max_new_tokens=NEW, batch_size=rows)
         played: Drafter
         if isinstance(drafter, DraftModel):
-            found = [drafts_of(plain, text, drafter.model) for text in texts]
-            played = PlayedDraft(texts, found, drafter)
+            results = [drafts_of(plain, text, drafter.model) for text in texts]
+            played = PlayedDraft(texts, results, drafter)
         else:
             played = PlayedDrafter(texts, DRAFTERS[name]())
         seconds, done = replay(plain, played, texts, Fixed(size), ONE, rows, name)
-        for one, other in zip(done, real, strict=True):
-            assert one.tokens == other.tokens and one.stats.by_width == other.stats.by_width
-            assert one.stats.accepted == other.stats.accepted
-        rounds = [one.stats.rounds for one in done]
+        for item, other in zip(done, real, strict=True):
+            assert item.tokens == other.tokens and item.stats.by_width == other.stats.by_width
+            assert item.stats.accepted == other.stats.accepted
+        rounds = [completion.stats.rounds for completion in done]
         assert max(rounds) <= seconds <= sum(rounds) + 5        # drafts are made, and take a little
         assert rows > 1 or seconds > sum(rounds) - 1e-6
 
 
-def test_what_the_target_said_is_known_behind_accepted_nodes_alone() -> None:
+def test_what_the_target_said_is_known_after_accepted_nodes_alone() -> None:
     """Of a tree 5 - (6 - 9), 7 the text has 5, 6; another text, which comes later, has 7."""
     known = [(torch.tensor([[10 * number + place] for place in range(4)]),) * 2
              for number in (1, 2)]  # fmt: skip
@@ -109,13 +111,13 @@ def test_what_the_target_said_is_known_behind_accepted_nodes_alone() -> None:
     assert seen.tokens[0, [0, 1], 0].tolist() == [11, 12]
 
 
-def test_seconds_are_those_of_reading_drafting_and_what_is_beside() -> None:
+def test_seconds_are_those_of_reading_drafting_and_what_is_next_to() -> None:
     """Where a read token takes a second, texts take their tokens, whenever prompts are read; what a
-    drafter without weights costs beside is counted in every round that may draft."""
+    drafter without weights costs in addition is counted in every round that may draft."""
     texts, engine, played = texts_of(0.0, ()), Engine(target()), Portfolio([TokenRecycling()])
     read = tuple(RoundTiming("", False, rows, nodes, float(rows * (1 + nodes)))
                  for rows in (1, 2) for nodes in (0, 1))  # fmt: skip
-    slow, tokens = Machine("", "", read, ((0, 0), (1, 1))), sum(len(one.tokens) for one in texts)
+    slow, tokens = Machine("", "", read, ((0, 0), (1, 1))), sum(len(text.tokens) for text in texts)
     for rows in (1, 3):
         plain = PlayedDrafter(texts, Plain())
         seconds, _ = replay(engine, plain, texts, Fixed(0), slow, rows, "none")
@@ -125,20 +127,20 @@ def test_seconds_are_those_of_reading_drafting_and_what_is_beside() -> None:
     for name, each in (("portfolio", 9), ("a", 7)):
         replayed = PlayedDrafter(texts, played)
         seconds, done = replay(engine, replayed, texts, Fixed(2), Machine("", "", timed), 1, name)
-        assert seconds == pytest.approx(each * sum(one.stats.rounds for one in done), abs=2)
+        assert seconds == pytest.approx(each * sum(item.stats.rounds for item in done), abs=2)
 
 
-def test_a_budget_hears_the_seconds_of_the_machine_not_of_the_clock() -> None:
+def test_a_budget_receives_the_seconds_of_the_machine_not_of_the_clock() -> None:
     texts, heard = texts_of(0.0, ()), list[float]()
 
-    class Hears(Adaptive):
+    class Receives(Adaptive):
         def record(self, done: Round) -> None:
             heard.append(done.seconds)
             super().record(done)
 
     slow = replace(ONE, timed=(RoundTiming("", False, 1, 0, 100.0),
                                RoundTiming("", False, 1, 4, 500.0)))
-    budget = Hears(4)
+    budget = Receives(4)
     seconds, _ = replay(Engine(target()), PlayedDrafter(texts, PromptLookup()), texts, budget, slow,
                         1, "prompt-lookup")  # fmt: skip
     assert 100 <= min(heard) < 101 and max(heard) < 502

@@ -36,8 +36,8 @@ def figures(setting: Setting) -> list[Figures]:
 
 def a_plan() -> Plan:
     machine = by_figures("a100", "m", 2e12, 3e14, Size(1e9, 5e8), {})
-    rows = [Prediction(name, batch, heat, 3, 2.0, 50.0, up, up - 0.1, up + 0.1, [0.5], 1e9, None)
-            for heat in (0.0, 0.7) for batch in (1, 8) for name, up in (("none", 1.0), ("a", 1.6))]
+    rows = [Prediction(name, batch, warm, 3, 2.0, 50.0, up, up - 0.1, up + 0.1, [0.5], 1e9, None)
+            for warm in (0.0, 0.7) for batch in (1, 8) for name, up in (("none", 1.0), ("a", 1.6))]
     return Plan("/models/m", PlanConfig((1, 8), (0.0, 0.7)), machine, 4, rows, {})
 
 
@@ -56,30 +56,30 @@ def _texts_stay_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_measurement_shows_every_method_with_its_interval(tmp_path: Path) -> None:
     both = [*figures(Setting(1, 0.0)), *figures(Setting(8, 0.7))]
     bench_plot.plot(both, tmp_path / "b.svg", "model, 4 prompts")
-    said = texts_of(tmp_path / "b.svg")
+    texts = texts_of(tmp_path / "b.svg")
     for words in ("model, 4 prompts", "greedy, batch 1", "T = 0.7, batch 8", "heads+suffix",
                   "2.00×, 60 tokens/s, 3/4 same text", bench_plot.AXIS):
-        assert words in said
-    assert "/some/folder" not in said
+        assert words in texts
+    assert "/some/folder" not in texts
 
 
 def test_a_plan_shows_predictions_and_costs(tmp_path: Path) -> None:
     plan_plot.plot(a_plan(), tmp_path / "p.svg")
-    said = texts_of(tmp_path / "p.svg")
+    texts = texts_of(tmp_path / "p.svg")
     for words in ("m on a100 (by its data sheet, not measured)", "T = 0.7", "1.60", "batch 8",
                   "milliseconds", "draft tokens per row"):
-        assert words in said
+        assert words in texts
 
 
 def test_labels_at_the_ends_of_lines_keep_apart() -> None:
     places = plan_plot._apart([(10.0, "a"), (10.1, "b"), (2.0, "c")])
-    assert min(abs(one - other) for one in places for other in places if one is not other) > 0.5
+    assert min(abs(item - other) for item in places for other in places if item is not other) > 0.5
 
 
 def test_training_is_drawn_as_picture_and_as_text(tmp_path: Path) -> None:
     training_plot.plot(LOG, tmp_path / "c.svg")
-    said = texts_of(tmp_path / "c.svg")
-    assert "held-out text" in said and "2.00" in said and "step" in said
+    texts = texts_of(tmp_path / "c.svg")
+    assert "held-out text" in texts and "2.00" in texts and "step" in texts
     text = training_plot.as_text(LOG)
     assert max(map(len, text.splitlines())) <= 80
     for words in ("held-out loss", "tokens per round", "2.00", "1.25", "0.50", "step 10"):

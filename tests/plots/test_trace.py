@@ -15,9 +15,9 @@ from draftproof.plots.trace import Trace, write_trace
 
 
 def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r"^const data = (.*)$", page, re.M)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
+    result = re.search(r"^const data = (.*)$", page, re.M)
+    assert result is not None
+    data: dict[str, Any] = json.loads(result[1])
     return data
 
 

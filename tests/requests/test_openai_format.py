@@ -17,7 +17,7 @@ BASE = dp.Sampling(top_k=40, max_new_tokens=9)
 
 
 def sampling(**row: Any) -> dp.Sampling:
-    """What a row asks for, beside a model's own defaults."""
+    """What a row asks for, besides a model's own defaults."""
     return parse_row(json.dumps({"prompt": "Once", **row}).encode(), BASE, False).sampling
 
 
@@ -26,7 +26,7 @@ def engine() -> dp.Engine:
     return dp.load("demo", drafter="none")
 
 
-@pytest.mark.parametrize(("row", "others", "own"), [
+@pytest.mark.parametrize(("row", "others", "flag"), [
     ({"stop_token_ids": [5]}, {5}, True),
     ({"sampling_params": {"stop_token_ids": [5, 6]}}, {5, 6}, True),
     ({"stop_token_ids": []}, set(), True),
@@ -36,11 +36,11 @@ def engine() -> dp.Engine:
     ({"stop_tokens": [7], "ignore_eos": True}, {7}, False),
 ])  # fmt: skip
 def test_where_texts_end_in_the_words_of_vllm(
-    engine: dp.Engine, row: dict[str, Any], others: set[int], own: bool
+    engine: dp.Engine, row: dict[str, Any], others: set[int], flag: bool
 ) -> None:
     """stop_token_ids add to the model's own end tokens; ignore_eos drops the model's own alone."""
     ends = engine.requests.params(sampling(**row), [1, 2], 5).stop_tokens
-    assert set(ends) == others | (set(engine.stop_tokens) if own else set())
+    assert set(ends) == others | (set(engine.stop_tokens) if flag else set())
 
 
 def test_values_that_mean_off_elsewhere_are_off_here() -> None:
@@ -50,17 +50,17 @@ def test_values_that_mean_off_elsewhere_are_off_here() -> None:
            "spaces_between_special_tokens": True, "logprobs": None, "min_tokens": 0,
            "ignore_eos": False, "include_stop_str_in_output": False, "bad_words": [],
            "truncate_prompt_tokens": None, "output_kind": 2, "guided_decoding": None}
-    found = sampling(**row)
-    assert sampling(sampling_params=row) == found
-    assert found.top_k == 0 and found.max_new_tokens is None and found.seed == BASE.seed
-    assert not (found.stop or found.banned_words or found.stop_token_ids)
-    assert found.stop_tokens is None
+    result = sampling(**row)
+    assert sampling(sampling_params=row) == result
+    assert result.top_k == 0 and result.max_new_tokens is None and result.seed == BASE.seed
+    assert not (result.stop or result.banned_words or result.stop_token_ids)
+    assert result.stop_tokens is None
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_nothing_here_does_is_refused(name: str) -> None:
     """In a file and in a request; the values that ask for nothing pass."""
-    strange: Any = next(one for one in (7, True, "7") if not is_neutral(name, one))
+    strange: Any = next(item for item in (7, True, "7") if not is_neutral(name, item))
     for row in ({name: strange}, {"sampling_params": {name: strange}}):
         with pytest.raises(BadInput, match=name):
             sampling(**row)
@@ -82,21 +82,21 @@ def test_zero_is_not_false_and_false_may_ask_for_something(name: str, value: Any
 
 
 def test_fields_of_the_users_own_pass_in_files_and_not_in_requests() -> None:
-    own = {"category": "math", "answer": "42", "id": 3, "choice": ["a"]}
-    assert sampling(**own) == BASE
-    for name in own:
+    settings = {"category": "math", "answer": "42", "id": 3, "choice": ["a"]}
+    assert sampling(**settings) == BASE
+    for name in settings:
         with pytest.raises(BadInput, match=f"^Unrecognized request argument: {name}$"):
             refuse_unrecognized({name: 1}, BASE)
     refuse_unrecognized(dict.fromkeys(HARMLESS, 1), BASE)
     refuse_unrecognized({"max_tokens": 3, "n_predict": 3, "n": 2, "ignore_eos": True}, BASE)
 
 
-def test_a_system_message_beside_a_prompt() -> None:
-    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    for row in ({"prompt": "Hi"}, {"messages": said[1:]}):
+def test_a_system_message_next_to_a_prompt() -> None:
+    items = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    for row in ({"prompt": "Hi"}, {"messages": items[1:]}):
         text = json.dumps({**row, "system": "Be brief."}).encode()
-        assert parse_row(text, BASE, True).prompt == said
-    both = json.dumps({"messages": said, "system": "Be brief."}).encode()
+        assert parse_row(text, BASE, True).prompt == items
+    both = json.dumps({"messages": items, "system": "Be brief."}).encode()
     with pytest.raises(BadInput, match="system"):
         parse_row(both, BASE, True)
 

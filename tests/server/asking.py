@@ -20,7 +20,7 @@ TOOL_TEMPLATE = (
 
 
 def alone(server: Any, prompt: str, new: int, **sampling: Any) -> str:
-    """The text of a request with nothing beside it, plainly decoded."""
+    """The text of a request with nothing running next to it, plainly decoded."""
     engine = server.engine
     plain = dp.Engine(engine.target, codec=engine.codec, stop_tokens=engine.stop_tokens)
     return plain.generate(prompt, max_new_tokens=new, sampling=dp.Sampling(**sampling))[0].text

@@ -73,33 +73,33 @@ def codec(text: str) -> Codec:
 def read(form: Form, written: str, step: int = 0, tools: Any = TOOLS) -> tuple[str, list[Any]]:
     """What is said, and the calls, of a text that comes in parts of `step` characters."""
     chat = Chat(messages=[], tools=tools)
-    reader, said, calls, step = CallReader(form, chat.tools or ()), "", [], step or len(written)
+    reader, output, calls, step = CallReader(form, chat.tools or ()), "", [], step or len(written)
     for start in range(0, len(written), step):
         more, new = reader.push(written[start : start + step], last=start + step >= len(written))
-        said, calls = said + more, calls + new
-    return said, [(one["function"]["name"], json.loads(one["function"]["arguments"]))
-                  for one in calls]
+        output, calls = output + more, calls + new
+    return output, [(call["function"]["name"], json.loads(call["function"]["arguments"]))
+                  for call in calls]
 
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_a_template_writes_is_read_back(name: str, count: int) -> None:
-    found = codec(FORMS[name])
+    tokenizer = codec(FORMS[name])
     chat = Chat(messages=[{"role": "user", "content": "x"}], tools=TOOLS)
-    _, form = offered(chat, found)
+    _, form = offered(chat, tokenizer)
     assert form is not None
     arguments = json.dumps(ARGUMENTS) if form.text_arguments else ARGUMENTS
     call = {"type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     if name in ("Llama 3", "DeepSeek") and count == 2:
         pytest.skip("one call at a time")
-    start = found.chat_text(chat.messages, TOOLS)
-    full = found.chat_text([*chat.messages, {"role": "assistant", "content": "", "tool_calls": [
+    start = tokenizer.chat_text(chat.messages, TOOLS)
+    full = tokenizer.chat_text([*chat.messages, {"role": "assistant", "content": "", "tool_calls": [
         call] * count}], TOOLS, answer=False)
     written = full[len(start) :].removesuffix("<|end|>")
     for step in (0, 1, 7):
-        said, calls = read(form, written, step)
+        output, calls = read(form, written, step)
         assert calls == [("get_weather", ARGUMENTS)] * count, (form, written)
-        assert said.replace("<|START_THINKING|><|END_THINKING|>", "") == ""
+        assert output.replace("<|START_THINKING|><|END_THINKING|>", "") == ""
 
 
 @pytest.mark.parametrize("text", [
@@ -134,7 +134,7 @@ def test_arguments_are_an_object_and_json(arguments: str | None, wanted: Any) ->
     """What is no JSON is no call: it stays text, and never reaches a client as arguments."""
     body = "" if arguments is None else f', "arguments": {arguments}'
     written = f'<tool_call>\n{{"name": "f"{body}}}\n</tool_call>'
-    said, calls = read(HERMES, written)
+    output, calls = read(HERMES, written)
     assert calls == ([] if wanted is None else [("f", wanted)])
-    assert bool(said) == (wanted is None)
+    assert bool(output) == (wanted is None)
     assert read(LLAMA, '{"name": "f", "parameters": {"a": 1}} and text')[1] == []

@@ -75,7 +75,7 @@ def test_a_mask_depends_on_the_text_alone(grammars: Grammars) -> None:
         assert allowed
         strange = dice.random() < 0.1
         text = [*text, dice.randrange(4096) if strange else dice.choice(allowed)]
-        if dice.random() < 0.4 or len(allowed) == grammars.vocab:       # or behind what is wrong
+        if dice.random() < 0.4 or len(allowed) == grammars.vocab:       # or after what is wrong
             text = text[: 3 + dice.randrange(len(text) - 2)]
 
 
@@ -119,12 +119,12 @@ def test_the_same_text_with_and_without_drafting(
     drafted = engine.generate(PROMPTS, max_new_tokens=60, sampling=sampling)
     alone = plain.generate(PROMPTS, max_new_tokens=60, sampling=sampling)
     if acceptance == "match" or temperature == 0:
-        assert [one.tokens for one in drafted] == [one.tokens for one in alone]
-    assert sum(one.stats.accepted for one in drafted) > 15
+        assert [draft.tokens for draft in drafted] == [item.tokens for item in alone]
+    assert sum(draft.stats.accepted for draft in drafted) > 15
     for done in (*drafted, *alone):
-        said = json.loads(done.text)
-        assert done.finish_reason == "stop" and set(said) == set(SCHEMA["required"])
-        assert said["who"] in SCHEMA["properties"]["who"]["enum"] and 1 <= said["age"] <= 99
+        report = json.loads(done.text)
+        assert done.finish_reason == "stop" and set(report) == set(SCHEMA["required"])
+        assert report["who"] in SCHEMA["properties"]["who"]["enum"] and 1 <= report["age"] <= 99
 
 
 def test_a_response_keeps_to_the_schema_it_was_asked_for(client: openai.OpenAI) -> None:
@@ -156,8 +156,8 @@ def test_tools_are_called_whole_and_streamed(
     (call,) = whole.message.tool_calls or []
     assert call.type == "function" and call.function.name in ("go", "look")[choice != "required":]
     assert json.loads(call.function.arguments)["place"] in ("park", "house")
-    news = [one.choices[0] for one in client.chat.completions.create(**asked, stream=True)]
-    (streamed,) = [one for new in news for one in new.delta.tool_calls or []]
+    news = [item.choices[0] for item in client.chat.completions.create(**asked, stream=True)]
+    (streamed,) = [item for new in news for item in new.delta.tool_calls or []]
     assert streamed.function and streamed.index == 0 and streamed.id
     assert streamed.function.model_dump() == call.function.model_dump()
     assert news[-1].finish_reason == "tool_calls" and not any(new.delta.content for new in news)
@@ -169,7 +169,7 @@ def test_tools_are_called_whole_and_streamed(
         client.chat.completions.create(**asked)
 
 
-@pytest.mark.parametrize(("form", "text", "said", "calls"), [
+@pytest.mark.parametrize(("form", "text", "output", "calls"), [
     (HERMES, "Just text < tool_ {\n ", "Just text < tool_ {\n ", 0),
     (HERMES, f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>",
      "I look.", 2),
@@ -185,7 +185,7 @@ def test_tools_are_called_whole_and_streamed(
     (LLAMA, '{"name": 3}', '{"name": 3}', 0),
 ])  # fmt: skip
 def test_calls_are_read_wherever_the_text_is_cut(
-    form: Form, text: str, said: str, calls: int
+    form: Form, text: str, output: str, calls: int
 ) -> None:
     for size in range(1, len(text) + 1):
         reader, out = CallReader(form), ""
@@ -193,9 +193,9 @@ def test_calls_are_read_wherever_the_text_is_cut(
             more, none = reader.push(text[start : start + size], last=False)
             out += more
             assert not none
-        more, found = reader.push("", last=True)
-        assert out + more == said and len(found) == calls
-        for call in found:
+        more, result = reader.push("", last=True)
+        assert out + more == output and len(result) == calls
+        for call in result:
             assert call["function"] == {"name": "go", "arguments": '{"place": "päark"}'}
 
 

@@ -142,7 +142,7 @@ def test_a_key_may_run_so_many_requests_at_a_time() -> None:
             assert "2 requests of this key" in refused.json()["error"]["message"]
             assert (await ask("b")).status_code == (await ask("a", b"", "GET")).status_code == 200
             entered.set()
-            assert [(await one).status_code for one in waiting] == [200, 200]
+            assert [(await item).status_code for item in waiting] == [200, 200]
             assert (await ask("a")).status_code == 200
 
     asyncio.run(run())

@@ -1,5 +1,5 @@
-"""A long prompt is read beside the texts of others: they go on between its chunks, and every text
-is the one its request has alone."""
+"""A long prompt is read together with the texts of others: they go on between its chunks, and every
+text is the one its request has alone."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class Load:
         """Sample, tokens and log-probabilities of each request's texts."""
         while self.scheduler.has_unfinished_requests():
             self.scheduler.step()
-        done = [[one.completion for one in told if one.completion] for told in self.updates]
-        return [sorted((one.sample, one.tokens, one.logprobs) for one in texts) for texts in done]
+        done = [[item.completion for item in told if item.completion] for told in self.updates]
+        return [sorted((item.sample, item.tokens, item.logprobs) for item in texts)
+                for texts in done]
 
 
 @pytest.mark.parametrize("options", [{"assistant_model": "demo-draft"}, {"drafter": "demo-medusa"}])
@@ -48,8 +49,8 @@ def test_others_go_on_between_the_chunks(options: dict[str, str]) -> None:
     load, rounds = Load(engine), 0
     load.submit(*ASKED[0])
     load.scheduler.step()
-    for one in ASKED[1:]:
-        load.submit(*one)
+    for item in ASKED[1:]:
+        load.submit(*item)
     while not load.updates[1]:
         before = len(load.updates[0])
         load.scheduler.step()
@@ -58,9 +59,9 @@ def test_others_go_on_between_the_chunks(options: dict[str, str]) -> None:
     assert rounds >= -(-len(load.scheduler.running[1].prompt) // CHUNK) > 2
     assert not load.updates[2] and not load.updates[3], "in turn"
     written = load.finish()
-    for one, texts in zip(ASKED, written, strict=True):
+    for item, texts in zip(ASKED, written, strict=True):
         alone = Load(plain)
-        alone.submit(*one)
+        alone.submit(*item)
         assert alone.finish() == [texts]
     engine.prefixes = PrefixCache(32 << 20)
     again = Load(engine)
@@ -78,6 +79,6 @@ def test_whoever_leaves_before_the_last_chunk_frees_the_rows(server: Any) -> Non
     load.scheduler.abort(left)
     load.finish()
     assert (left.status, stays.status) == (Status.ABORTED, Status.FINISHED)
-    assert [one.completion.finish_reason for one in load.updates[0] if one.completion] == [
+    assert [update.completion.finish_reason for update in load.updates[0] if update.completion] == [
         "abort"] * 2
     assert stays.sequences[0].finish_reason in ("stop", "length")

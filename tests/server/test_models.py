@@ -116,10 +116,10 @@ def test_names_of_models_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a" / "x.safetensors").write_bytes(b"12345")
     (tmp_path / "c.gguf").write_bytes(b"123")
     assert [path.name for path in models_in(tmp_path)] == ["a", "b", "c.gguf"]
-    found = sources_of(str(tmp_path), None, ["d=demo", "demo"], [], {}, False, 0)
-    assert {name: source.size for name, source in found.items()} | {"d": 0, "demo": 0} == {
+    result = sources_of(str(tmp_path), None, ["d=demo", "demo"], [], {}, False, 0)
+    assert {name: source.size for name, source in result.items()} | {"d": 0, "demo": 0} == {
         "a": 5, "b": 0, "c": 3, "d": 0, "demo": 0}
-    assert found["d"].size == found["demo"].size > 0
+    assert result["d"].size == result["demo"].size > 0
     for also, lora, word in ((["a=demo"], [], "two models"), ([], ["x=y"], "folder of models")):
         with pytest.raises(BadInput, match=word):
             sources_of(str(tmp_path), None, also, lora, {}, False, 0)

@@ -48,7 +48,7 @@ def test_a_repeated_prompt_is_quicker_for_its_owner_alone(drafter: str, shared: 
                          details["accepted_prediction_tokens"]))
         about = client.get("/v1/models", headers={"Authorization": "Bearer a"}).json()["data"][0]
     (text, read, accepted), other, salted, again = seen
-    assert {one for one, *_ in seen} == {text} and read == 0
+    assert {item for item, *_ in seen} == {text} and read == 0
     assert again[1] > 0 and again[2] > accepted, "the owner's own text is remembered"
     assert salted == (text, 0, accepted)
     assert (other == (text, 0, accepted)) != shared

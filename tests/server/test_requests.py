@@ -97,8 +97,8 @@ def test_what_a_chat_template_reads_is_passed_on_to_it(
         ({"chat_template_kwargs": {"enable_thinking": False}}, "The dog no"),
         ({"documents": [{"text": "ran"}]}, "The dog ran"),
     ):
-        found = http.post("/tokenize", json={**body, **more})
-        assert found.status_code == 200 and text == decode(found.json()["tokens"]).strip()
+        response = http.post("/tokenize", json={**body, **more})
+        assert response.status_code == 200 and text == decode(response.json()["tokens"]).strip()
     for more, name in (
         ({"chat_template_kwargs": {"thinking": True}}, "thinking"),
         ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),

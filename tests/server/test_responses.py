@@ -30,8 +30,8 @@ def responses(
     yield client.responses
 
 
-def ask(given: Any = PROMPTS[0], **more: Any) -> dict[str, Any]:
-    return {"model": "demo", "max_output_tokens": 20, "temperature": 0, "input": given, **more}
+def ask(inputs: Any = PROMPTS[0], **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "max_output_tokens": 20, "temperature": 0, "input": inputs, **more}
 
 
 def test_a_response_is_the_text_of_the_chat(server: Any, responses: Any) -> None:

@@ -1,5 +1,5 @@
-"""The server: every answer is the text its request has alone, whatever runs beside it; nothing a
-client sends breaks it."""
+"""The server: every answer is the text its request has alone, whatever runs at the same time;
+nothing a client sends breaks it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_many_requests_at_once_have_the_texts_they_have_alone(
             model="demo", prompt=prompt, max_tokens=new, temperature=temperature, seed=seed,
             stream=stream, extra_body={"draftproof": {"drafter": "none" if seed % 8 == 0 else ""}},
         )
-        return "".join(one.choices[0].text for one in done) if stream else done.choices[0].text
+        return "".join(item.choices[0].text for item in done) if stream else done.choices[0].text
 
     with ThreadPoolExecutor(12) as pool:
-        texts = list(pool.map(lambda one: ask(*one), asked))
+        texts = list(pool.map(lambda item: ask(*item), asked))
     for text, (prompt, new, temperature, seed, _) in zip(texts, asked, strict=True):
         assert text == alone(server, prompt, new, temperature=temperature, seed=seed)
     assert not server.queue.running and not server.queue.waiting
@@ -70,7 +70,7 @@ def test_samples_stops_and_log_probabilities(server: Any, client: openai.OpenAI)
     stopped = client.completions.create(**asked, max_tokens=40, temperature=0, stop=["girl"])
     assert stopped.choices[0].finish_reason == "stop" and "girl" not in stopped.choices[0].text
     other = [client.completions.create(**asked, max_tokens=20, temperature=1) for _ in range(3)]
-    texts = {one.choices[0].text for one in other}
+    texts = {item.choices[0].text for item in other}
     assert len(texts) > 1, "without a seed, another text each time"
 
 
@@ -87,12 +87,12 @@ def test_chats_stream_roles_text_and_usage(
         **asked, max_completion_tokens=9, logprobs=True, stream=True,
         stream_options={"include_usage": True},
     ))
-    choices = [one.choices[0] for one in news if one.choices]
-    text = "".join(one.delta.content or "" for one in choices)
+    choices = [item.choices[0] for item in news if item.choices]
+    text = "".join(choice.delta.content or "" for choice in choices)
     assert text == whole.choices[0].message.content
     assert choices[0].delta.role == "assistant"
     assert news[-1].usage and news[-1].usage.completion_tokens == 9
-    assert sum(len(one.logprobs.content or []) for one in choices if one.logprobs) == 9
+    assert sum(len(choice.logprobs.content or []) for choice in choices if choice.logprobs) == 9
 
 
 def test_usage_is_told_with_every_chunk_if_that_is_asked_for(client: openai.OpenAI) -> None:
@@ -111,25 +111,27 @@ def test_the_likeliest_tokens_are_the_same_with_and_without_drafts(
 ) -> None:
     template = "{{ messages[0]['content'] }}"
     monkeypatch.setattr(server.engine.codec.tokenizer, "chat_template", template)
-    route, own = "completions", {"prompt": PROMPTS[0], "logprobs": 5}
+    route, mine = "completions", {"prompt": PROMPTS[0], "logprobs": 5}
     if chat:
         messages = [{"role": "user", "content": PROMPTS[0]}]
-        route, own = "chat/completions", {"messages": messages, "logprobs": True, "top_logprobs": 5}
-    body = {"max_tokens": 20, "temperature": 1, "seed": 5, **own}
-    found = []
+        route = "chat/completions"
+        mine = {"messages": messages, "logprobs": True, "top_logprobs": 5}
+    body = {"max_tokens": 20, "temperature": 1, "seed": 5, **mine}
+    items = []
     for drafter in ("", "none"):
         answer = http.post(f"/v1/{route}", json={**body, "draftproof": {"drafter": drafter}})
         told = answer.json()["choices"][0]["logprobs"]
         if chat:
-            found.append([{one["token"]: one["logprob"] for one in (place, *place["top_logprobs"])}
-                          for place in told["content"]])
+            items.append([
+                {item["token"]: item["logprob"] for item in (place, *place["top_logprobs"])}
+                for place in told["content"]])
         else:
             own_scores = zip(told["top_logprobs"], told["tokens"], told["token_logprobs"],
                              strict=True)
             assert all(top[token] == score for top, token, score in own_scores)
-            found.append(told["top_logprobs"])
-    assert len(found[0]) == 20 and all(5 <= len(one) <= 6 for one in found[0])
-    assert found[0] == [pytest.approx(one, abs=1e-9) for one in found[1]]
+            items.append(told["top_logprobs"])
+    assert len(items[0]) == 20 and all(5 <= len(item) <= 6 for item in items[0])
+    assert items[0] == [pytest.approx(item, abs=1e-9) for item in items[1]]
 
 
 def test_drafts_are_told_to_those_who_ask(http: httpx.Client, server: Any) -> None:
@@ -138,15 +140,15 @@ def test_drafts_are_told_to_those_who_ask(http: httpx.Client, server: Any) -> No
             "draftproof": {"trees": True}}
     text, trees, drafted = "", list[Any](), 0
     for line in http.post("/v1/completions", json=body).text.split("\n\n"):
-        said = json.loads(line[6:]) if line.startswith("data: {") else {"choices": []}
-        text += "".join(choice["text"] for choice in said["choices"])
-        trees += [said["draftproof"]["tree"]] if "tree" in said.get("draftproof", {}) else []
+        output = json.loads(line[6:]) if line.startswith("data: {") else {"choices": []}
+        text += "".join(choice["text"] for choice in output["choices"])
+        trees += [output["draftproof"]["tree"]] if "tree" in output.get("draftproof", {}) else []
     assert text == alone(server, PROMPTS[0], 20)
     for tree in trees:
         drafted += len(tree) - 1
         assert tree[0][1:3] == [-1, True]
         assert all(tree[parent][2] or not accepted for _, parent, accepted, _ in tree[1:])
-        assert all(one[3] == "draft-model" for one in tree[1:])
+        assert all(item[3] == "draft-model" for item in tree[1:])
     assert drafted > 10
     words = "".join(node for tree in trees for node, _, accepted, _ in tree if accepted)
     assert words.replace(" ", "")[:40] == text.replace(" ", "")[:40]
@@ -297,7 +299,7 @@ def test_the_dashboard_asks_for_what_is_told(http: httpx.Client) -> None:
     names = set(re.findall(r"^((?:vllm|draftproof):\w+)\{([^}]*)\}", told, re.M))
     known = {name: set(re.findall(r'(\w+)="', labels)) for name, labels in sorted(names)}
     dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
-    asked = [one["expr"] for panel in dashboard["panels"] for one in panel["targets"]]
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(asked) > 10
     for expression in asked:
         used = re.findall(r"((?:vllm|draftproof):\w+)\{(\w+)=~", expression)
@@ -365,8 +367,8 @@ def test_a_signal_lets_what_runs_finish_and_a_second_one_does_not(signals: list[
             "logit_bias": {"0": -100}, "stream": True}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)
-        url = next(one.group() for one in found if one)
+        result = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)
+        url = next(item.group() for item in result if item)
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
             lines, ended = answer.iter_lines(), False
             assert next(lines).startswith("data: {")

@@ -140,8 +140,8 @@ def test_what_clients_send_is_accepted(http: httpx.Client) -> None:
         {"role": "tool", "tool_call_id": "1", "name": "paint", "content": [
             {**TEXT, "cache_control": {"type": "ephemeral"}, "annotations": []}]},
     ):
-        found = http.post("/tokenize", json=chat(USER, message))
-        assert found.status_code == 200, found.text
+        response = http.post("/tokenize", json=chat(USER, message))
+        assert response.status_code == 200, response.text
 
 
 def test_keys_of_the_official_types_are_known() -> None:

@@ -34,19 +34,19 @@ def codec(name: str) -> Codec:
     return Codec(tokenizer)
 
 
-def decoded(one: Codec, prompt: list[int], tokens: list[int]) -> str:
+def decoded(item: Codec, prompt: list[int], tokens: list[int]) -> str:
     """What `tokens` add to the text of `prompt`."""
 
     def decode(ids: list[int]) -> str:
         return str(
-            one.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            item.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
     return decode([*prompt, *tokens])[len(decode(prompt)) :]
 
 
-def streamed(one: Codec, prompt: list[int], tokens: list[int]) -> str:
-    stream = one.stream(prompt)
+def streamed(item: Codec, prompt: list[int], tokens: list[int]) -> str:
+    stream = item.stream(prompt)
     return "".join([stream.push(token) for token in tokens]) + stream.finish()
 
 
@@ -54,12 +54,12 @@ def streamed(one: Codec, prompt: list[int], tokens: list[int]) -> str:
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_join_to_the_decoded_text(name: str, text: str) -> None:
     """Split anywhere between prompt and answer where a character ends."""
-    one = codec(name)
-    ids = one.encode(text)
+    tokenizer = codec(name)
+    ids = tokenizer.encode(text)
     for cut in range(1, len(ids)):
-        if "\ufffd" in one.tokenizer.decode(ids[:cut]):
+        if "\ufffd" in tokenizer.tokenizer.decode(ids[:cut]):
             continue  # a prompt that ends inside a character has a test of its own, below
-        assert streamed(one, ids[:cut], ids[cut:]) == decoded(one, ids[:cut], ids[cut:])
+        assert streamed(tokenizer, ids[:cut], ids[cut:]) == decoded(tokenizer, ids[:cut], ids[cut:])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,17 +70,17 @@ def test_random_tokens_join_to_the_decoded_text(name: str) -> None:
     With byte fallback a stray byte turns the finished characters before it into replacement
     characters; a stream has said them by then, and they stand.
     """
-    one, dice, unmade = codec(name), random.Random(0), 0
-    prompt = one.encode("Once upon a time")
+    tokenizer, dice, unmade = codec(name), random.Random(0), 0
+    prompt = tokenizer.encode("Once upon a time")
     for _ in range(150):
-        tokens = [dice.randrange(len(one.tokenizer)) for _ in range(dice.randrange(1, 14))]
-        whole, found = decoded(one, prompt, tokens), streamed(one, prompt, tokens)
-        parts = [decoded(one, prompt, tokens[:size]) for size in range(len(tokens))]
+        tokens = [dice.randrange(len(tokenizer.tokenizer)) for _ in range(dice.randrange(1, 14))]
+        whole, result = decoded(tokenizer, prompt, tokens), streamed(tokenizer, prompt, tokens)
+        parts = [decoded(tokenizer, prompt, tokens[:size]) for size in range(len(tokens))]
         if all(whole.startswith(part) for part in parts if not part.endswith("\ufffd")):
-            assert found == whole, tokens
+            assert result == whole, tokens
         else:
             unmade += 1
-            assert found.replace("\ufffd", "").endswith(whole.rpartition("\ufffd")[2])
+            assert result.replace("\ufffd", "").endswith(whole.rpartition("\ufffd")[2])
     assert unmade < 60
 
 
@@ -88,27 +88,27 @@ def test_random_tokens_join_to_the_decoded_text(name: str) -> None:
 def test_a_piece_is_whole_characters(name: str) -> None:
     """While a character is incomplete nothing is said; if it stays so, it ends as the replacement
     character."""
-    one = codec(name)
-    prompt, ids = one.encode("Hi"), one.encode("Hi 👩‍👩‍👧‍👦 日本")
-    stream, text = one.stream(prompt), ""
+    tokenizer = codec(name)
+    prompt, ids = tokenizer.encode("Hi"), tokenizer.encode("Hi 👩‍👩‍👧‍👦 日本")
+    stream, text = tokenizer.stream(prompt), ""
     for token in ids[len(prompt) :]:
         piece = stream.push(token)
         assert "\ufffd" not in piece
         text += piece
-    assert decoded(one, prompt, ids[len(prompt) :]).startswith(text)
+    assert decoded(tokenizer, prompt, ids[len(prompt) :]).startswith(text)
 
 
 @pytest.mark.parametrize("name", ["embedded", "tokenizers/gpt2", "models/tinystories-bitnet-3m"])
 def test_a_text_or_a_prompt_that_ends_inside_a_character(name: str) -> None:
     """Given as tokens, a prompt may stop in the middle of an emoji; what follows is not cut short.
     """
-    one = codec(name)
-    prompt, emoji, fox = (one.encode(text) for text in ("Hi", "Hi 🦊", "Hi 🦊 fox"))
+    tokenizer = codec(name)
+    prompt, emoji, fox = (tokenizer.encode(text) for text in ("Hi", "Hi 🦊", "Hi 🦊 fox"))
     for cut in range(len(prompt) + 1, len(emoji)):
         tokens = emoji[len(prompt) : cut]
-        assert streamed(one, prompt, tokens) == decoded(one, prompt, tokens)
+        assert streamed(tokenizer, prompt, tokens) == decoded(tokenizer, prompt, tokens)
     for cut in range(1, len(fox) - 3):
-        assert streamed(one, fox[:cut], fox[cut:]).endswith(" fox")
+        assert streamed(tokenizer, fox[:cut], fox[cut:]).endswith(" fox")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,7 +116,7 @@ def test_a_text_or_a_prompt_that_ends_inside_a_character(name: str) -> None:
 def test_the_words_of_a_prompt_that_ends_inside_a_character_are_not_said_again(
     name: str, text: str
 ) -> None:
-    """The answer begins with the character that was cut; where that stays broken, behind it."""
+    """The answer begins with the character that was cut; where that stays broken, after it."""
     codec_, cuts = codec(name), 0
     ids, table = codec_.encode(text, special=False), TokenBytes(codec_.tokenizer)
     data = [table[token] for token in ids]
@@ -134,12 +134,12 @@ def test_the_words_of_a_prompt_that_ends_inside_a_character_are_not_said_again(
 
 
 def test_the_first_word_keeps_its_space_and_a_long_prompt_says_the_same() -> None:
-    """SentencePiece decodes a lone word without its leading space; behind a prompt the space is
+    """SentencePiece decodes a lone word without its leading space; after a prompt the space is
     there."""
-    one = codec("models/tinystories-bitnet-3m")
-    prompt, ids = one.encode("Once upon"), one.encode("Once upon a time")
-    assert streamed(one, prompt, ids[len(prompt) :]) == " a time"
-    assert streamed(one, prompt * 200, ids[len(prompt) :]) == " a time"
+    tokenizer = codec("models/tinystories-bitnet-3m")
+    prompt, ids = tokenizer.encode("Once upon"), tokenizer.encode("Once upon a time")
+    assert streamed(tokenizer, prompt, ids[len(prompt) :]) == " a time"
+    assert streamed(tokenizer, prompt * 200, ids[len(prompt) :]) == " a time"
 
 
 def test_codecs_know_their_own_ids() -> None:

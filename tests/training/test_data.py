@@ -138,20 +138,20 @@ def codec_of(template: str | None) -> Codec:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "lines"),
     [(PLAIN, ["hm|A dog.<end>\nso|Yes!<end>\n"]),
      (FORGETFUL, ["hm|A dog.<end>\n", "so|Yes!<end>\n"])],
     ids=["plain", "forgets thoughts"],
 )  # fmt: skip
 def test_the_assistants_words_are_in_the_loss_and_follow_on_the_prompt(
-    template: str, said: list[str]
+    template: str, lines: list[str]
 ) -> None:
     """Training sees the tokens decoding sees; an example per answer where the template forgets."""
     codec = codec_of(template)
     examples = tokenized(Document(messages=TURNS), codec, None)
-    learnt = [[token for token, kept in zip(*one, strict=True) if kept] for one in examples]
-    assert [codec.tokenizer.decode(tokens) for tokens in learnt] == said
-    if len(said) == 2:
+    learnt = [[token for token, kept in zip(*example, strict=True) if kept] for example in examples]
+    assert [codec.tokenizer.decode(tokens) for tokens in learnt] == lines
+    if len(lines) == 2:
         assert "hm" not in codec.tokenizer.decode(examples[1].tokens)
     asked = prompt_of(Document(messages=TURNS[:2]), codec)
     tokens, mask = tokenized(Document(messages=TURNS[:3]), codec, None)[0]
@@ -177,16 +177,17 @@ def ragged() -> Rows:
 
 def test_every_row_comes_once_per_epoch_and_a_batch_follows_from_seed_and_step() -> None:
     """Padding is not in the loss, and the rest is the text."""
-    one, two, other = (Batches(ragged(), 4, seed) for seed in (7, 7, 8))
-    size, rows = len(one), one.rows
-    epochs = [[number for step in range(size) for number in one[epoch * size + step].rows]
+    item, two, other = (Batches(ragged(), 4, seed) for seed in (7, 7, 8))
+    size, rows = len(item), item.rows
+    epochs = [[number for step in range(size) for number in item[epoch * size + step].rows]
               for epoch in (0, 1)]
-    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(range(len(one.rows)))
+    assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(range(len(item.rows)))
     assert epochs[0] != epochs[1] and size > 3
     for step in (13, 2, 40):
-        assert torch.equal(one[step].tokens, two[step].tokens) and one[step].rows == two[step].rows
-    assert any(one[step].rows != other[step].rows for step in range(5))
-    for batch in (one[step] for step in range(size)):
+        assert torch.equal(item[step].tokens, two[step].tokens)
+        assert item[step].rows == two[step].rows
+    assert any(item[step].rows != other[step].rows for step in range(5))
+    for batch in (item[step] for step in range(size)):
         for place, number in enumerate(batch.rows):
             (row, mask), size = rows.rows[number], batch.sizes[place]
             assert torch.equal(batch.tokens[place, :size].int(), row)

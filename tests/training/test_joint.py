@@ -48,9 +48,9 @@ def test_the_gradient_is_that_of_the_whole_loss_in_one_piece(
     """L_backbone + lambda * sum of 0.8^k L_k, in slices, halted at the hidden states."""
     monkeypatch.setattr(joint, "DROPOUT", 0.0)
     both, plain = both_of(), both_of()
-    for one in (both, plain):                           # where the backbone has learnt already
+    for item in (both, plain):                           # where the backbone has learnt already
         torch.manual_seed(7)
-        for name, parameter in one.adapted.named_parameters():
+        for name, parameter in item.adapted.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02)
     batch = written().batch(range(6), 32)
@@ -67,8 +67,8 @@ def test_the_gradient_is_that_of_the_whole_loss_in_one_piece(
     whole.backward()  # type: ignore[no-untyped-call]
     assert torch.allclose(loss.double(), whole.double(), rtol=1e-4)
     for mine, theirs in zip(both.param_groups(), plain.param_groups(), strict=True):
-        for one, other in zip(mine["params"], theirs["params"], strict=True):
-            assert torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-6)
+        for item, other in zip(mine["params"], theirs["params"], strict=True):
+            assert torch.allclose(item.grad, other.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_the_backbone_stays_near_what_it_was_and_is_merged(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_loss_is_the_decayed_sum_over_steps_of_its_formula(name: str, few: b
         total = total + head.decay ** (step + 1) * sum(losses) / len(losses)
     assert bool(missed) == few
     loss = head_loss(head, features, target(), name)
-    weights = [one for one in head.parameters() if one.requires_grad]
+    weights = [parameter for parameter in head.parameters() if parameter.requires_grad]
     torch.testing.assert_close(loss, total, rtol=1e-4, atol=0)
     for ours, theirs in zip(torch.autograd.grad(loss, weights),
                             torch.autograd.grad(total, weights), strict=True):

@@ -33,19 +33,19 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def write_with(
-    own: SelfGeneratedText, engine: Engine, documents: list[Document], held_out: bool = False,
+    generated: SelfGeneratedText, engine: Engine, documents: list[Document], held_out: bool = False,
     progress: Callable[[int, int], None] = lambda tokens, of: None,
 ) -> None:  # fmt: skip
     assert engine.codec is not None
     writer = partial(by_engine, engine)
-    own.write(writer, engine.codec, engine.target.context, documents, held_out, progress)
+    generated.write(writer, engine.codec, engine.target.context, documents, held_out, progress)
 
 
 def write(file: Path, engine: Engine, wanted: SelfGenerateConfig = WANTED) -> SelfGeneratedText:
-    own = SelfGeneratedText(file, {"model": "m"}, wanted, LENGTH)
+    generated = SelfGeneratedText(file, {"model": "m"}, wanted, LENGTH)
     for documents, held_out in ((OTHERS, True), (DOCUMENTS, False)):
-        write_with(own, engine, documents, held_out)
-    return own
+        write_with(generated, engine, documents, held_out)
+    return generated
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -60,7 +60,7 @@ def whole(
     return file, write(file, engine)
 
 
-def test_each_text_is_what_the_target_writes_behind_the_beginning_of_a_document(
+def test_each_text_is_what_the_target_writes_after_the_beginning_of_a_document(
     whole: tuple[Path, SelfGeneratedText], engine: Engine
 ) -> None:
     """Held-out prompts come from other documents; prompts are not in the loss."""
@@ -117,7 +117,7 @@ def test_a_file_that_lacks_a_text_of_its_last_group_is_not_complete(
     assert not SelfGeneratedText(file, {"model": "m"}, few, LENGTH).is_complete(False)
 
 
-def test_other_files_are_refused_and_more_of_the_same_goes_on_behind(
+def test_other_files_are_refused_and_more_of_the_same_goes_on_after(
     whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match="length 48, now it is 32"):
@@ -161,8 +161,8 @@ def test_chats_are_asked_question_by_question(
     chat = Document(messages=[{"role": role, "content": content} for role, content in turns])
     monkeypatch.setattr(tokenizer, "chat_template", template)
     file = tmp_path / "chats.jsonl"
-    own = SelfGeneratedText(file, {}, SelfGenerateConfig(60, (0.0,)), LENGTH)
-    write_with(own, engine, [chat])
+    generated = SelfGeneratedText(file, {}, SelfGenerateConfig(60, (0.0,)), LENGTH)
+    write_with(generated, engine, [chat])
     asked = {tokenizer.decode(row["tokens"][: row["prompt"]]) for row in lines(file)[1:]}
     assert asked == {"<user>A?<assistant>", "<user>A?<assistant>a<user>B?<assistant>"}
 
@@ -177,9 +177,9 @@ def test_transformers_writes_what_the_engine_writes(engine: Engine) -> None:
               for index, tokens, finish in by_transformers(model, stops, prompts, wanted, 3)}
     assert sorted(theirs) == list(range(7))
     for index, (tokens, finish) in theirs.items():
-        own = engine.generate([prompts[index]], sampling=wanted[index])[0].tokens
-        end = own.index(stops[0]) + 1 if stops[0] in own else len(own)
-        assert tokens == own[:end] and finish == ("stop" if stops[0] in own else "length")
-    heats = [Sampling(temperature=1.0, seed=at, max_new_tokens=9) for at in range(7)]
-    sampled = [list(by_transformers(model, [], prompts, heats, 4)) for _ in range(2)]
+        ours = engine.generate([prompts[index]], sampling=wanted[index])[0].tokens
+        end = ours.index(stops[0]) + 1 if stops[0] in ours else len(ours)
+        assert tokens == ours[:end] and finish == ("stop" if stops[0] in ours else "length")
+    temperatures = [Sampling(temperature=1.0, seed=at, max_new_tokens=9) for at in range(7)]
+    sampled = [list(by_transformers(model, [], prompts, temperatures, 4)) for _ in range(2)]
     assert sampled[0] == sampled[1] and {len(tokens) for _, tokens, _ in sampled[0]} == {9}

@@ -31,7 +31,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved_model(folder / "tiny")
     words = ("cat", "dog", "fox", "hen", "owl", "pig", "cow", "ant")
     story = "Once upon a time there was a {} who met a {}. They played in the sun."
-    rows = [{"text": story.format(one, two)} for one in words for two in words]
+    rows = [{"text": story.format(word, two)} for word in words for two in words]
     (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -42,23 +42,23 @@ def fresh_head(target: Any) -> MedusaHead:
 
 def run(source: Path, out: Path, recorder: Recorder | None = None, **changes: Any) -> Recorder:
     """Train; `changes` are of TrainRun where it has such a field, else of TrainConfig."""
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "model": str(source / "tiny"), "data": DataConfig((source / "texts.jsonl",)), "out": out,
         "head_config": {"heads": 2, "layers": 1, "share_lm_head": True},
     }  # fmt: skip
-    given |= {name: changes.pop(name) for name in {*changes} & {*TrainRun.__dataclass_fields__}}
+    inputs |= {name: changes.pop(name) for name in {*changes} & {*TrainRun.__dataclass_fields__}}
     usual = {"steps": 12, "learning_rate": 3e-3, "length": 32, "batch": 4}
     config = TrainConfig(**{**usual, **changes})
     recorder = recorder or Recorder()
-    train(TrainRun(**given, config=config), fresh_head, recorder)
+    train(TrainRun(**inputs, config=config), fresh_head, recorder)
     return recorder
 
 
 def same_text(model: str, heads: Path) -> bool:
     """Whether the heads draft, and the text is the one without them."""
     engine, plain = load(model, drafter=str(heads)), load(model, drafter="none")
-    one, other = (e.generate("Once upon a time", max_new_tokens=24)[0] for e in (engine, plain))
-    return one.tokens == other.tokens and one.stats.drafted > 0
+    item, other = (e.generate("Once upon a time", max_new_tokens=24)[0] for e in (engine, plain))
+    return item.tokens == other.tokens and item.stats.drafted > 0
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +117,9 @@ def test_the_target_writes_its_own_texts_for_several_heads(
     if quantised:
         monkeypatch.setattr(train_run, "is_quantized", lambda model: True)
         monkeypatch.setattr(train_run.variants, "quantized", None)
-    own = SelfGenerateConfig(tokens=800, rows_at_a_time=8, file=tmp_path / "own.jsonl")
-    first = run(source, tmp_path / "one", self_generate=own, dtype="bfloat16", steps=2)
-    second = run(source, tmp_path / "two", self_generate=own, dtype="bfloat16", steps=4)
+    config = SelfGenerateConfig(tokens=800, rows_at_a_time=8, file=tmp_path / "own.jsonl")
+    first = run(source, tmp_path / "one", self_generate=config, dtype="bfloat16", steps=2)
+    second = run(source, tmp_path / "two", self_generate=config, dtype="bfloat16", steps=4)
     assert first.bars["writing"][-1] == (800, 800) and not second.bars["writing"]
     record = json.loads((tmp_path / "two" / "training.json").read_text())
     packs = slow_because("int8", torch.bfloat16) is None and not quantised
@@ -137,12 +137,12 @@ def test_chats_that_the_template_refuses_are_skipped(source: Path, tmp_path: Pat
                  {"role": "assistant", "content": f"It is {n}, a dog."}] for n in range(32)]
     rows = [{"messages": [system] * (n % 2) + chat} for n, chat in enumerate(for_each)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"model": str(model), "data": DataConfig((file,)), "steps": 2}
-    recorder = run(source, tmp_path / "out", **given)
+    settings = {"model": str(model), "data": DataConfig((file,)), "steps": 2}
+    recorder = run(source, tmp_path / "out", **settings)
     skipped = [re.findall(r"skipped (\d+) texts .* no system", note) for note in recorder.notes]
     assert sum(int(count) for (count,) in filter(None, skipped)) == 16 and len(recorder.losses) == 2
-    own = SelfGenerateConfig(tokens=40, rows_at_a_time=2)
-    generated = run(source, tmp_path / "own", self_generate=own, **given)
+    config = SelfGenerateConfig(tokens=40, rows_at_a_time=2)
+    generated = run(source, tmp_path / "own", self_generate=config, **settings)
     assert any("no system" in note for note in generated.notes) and generated.bars["writing"]
 
 

@@ -24,8 +24,8 @@ from draftproof.training.rows import Batches
 KINDS = ("medusa", "redrafter", "shared redrafter")
 
 
-def same(one: DraftHead, other: DraftHead) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
+def same(head: DraftHead, other: DraftHead) -> bool:
+    pairs = zip(head.parameters(), other.parameters(), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
@@ -39,7 +39,7 @@ def test_training_makes_a_head_predict(tmp_path: Path, kind: str) -> None:
     assert last.loss < 0.6 * first.loss and recorder.losses[-1] < 0.6 * recorder.losses[0]
     assert min(last.top1) > max(first.top1) + 0.2
     assert last.tokens_per_round > first.tokens_per_round + 0.5
-    assert all(five >= one for one, five in zip(last.top1, last.top5, strict=True))
+    assert all(five >= item for item, five in zip(last.top1, last.top5, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +92,7 @@ def test_a_cpu_reads_each_text_once(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_behind_a_step_with_everything_kept(
+def test_a_signal_ends_the_run_after_a_step_with_everything_kept(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     class Caller(Recorder):
@@ -142,17 +142,17 @@ def test_slices_prompts_and_padding_change_nothing(
 ) -> None:
     """The gradient is that of the whole batch at once; what no step needs is not read."""
     batch, counted = written().batch(range(4), 32), torch.arange(32)
-    some = batch._replace(weights=((counted > 11) & (counted < 23)).float().expand(4, 32))
+    sample = batch._replace(weights=((counted > 11) & (counted < 23)).float().expand(4, 32))
     whole, cut = head_of(kind), head_of(kind)
     with torch.no_grad():
-        features = read(target(), some, whole, logits=False)
+        features = read(target(), sample, whole, logits=False)
     loss = head_loss(whole, features, target())
     loss.backward()  # type: ignore[no-untyped-call]
     ((part, share),) = slices(features, cut, target())
     assert share == 1 and part.tokens.shape[1] == 23 - (12 - cut.steps - 1)
     monkeypatch.setattr(heads, "CACHED", 1)                                 # a row at a time
     assert len(list(slices(features, cut, target()))) == 4
-    assert torch.allclose(trainable(cut).backward(some), loss)
+    assert torch.allclose(trainable(cut).backward(sample), loss)
     assert torch.allclose(gradients(whole), gradients(cut), atol=1e-12)
 
 
@@ -171,5 +171,5 @@ def test_what_nobody_says_follows_from_the_target() -> None:
     few = TrainConfig(batch=4).for_target(256, 8192, 49152)
     assert few.learning_rate == pytest.approx(4e-3 / 8**0.5)
     assert (few.length, few.draft_vocab) == (512, 8192)
-    given = TrainConfig(learning_rate=0.1, length=64, draft_vocab=49152)
-    assert given.for_target(256, 8192, 49152) == given
+    config = TrainConfig(learning_rate=0.1, length=64, draft_vocab=49152)
+    assert config.for_target(256, 8192, 49152) == config

@@ -41,7 +41,7 @@ def written(count: int = 24, seed: int = 0) -> Rows:
     asked, sampling = prompts(count, seed, longest=8), Sampling(temperature=0.3, seed=seed)
     done = Engine(target()).generate(asked, max_new_tokens=LENGTH - 8, sampling=sampling,
                                      batch_size=24)
-    pairs = zip(asked, (one.tokens for one in done), strict=True)
+    pairs = zip(asked, (completion.tokens for completion in done), strict=True)
     return Rows([Example([*p, *new], [False] * len(p) + [True] * len(new)) for p, new in pairs],
                 LENGTH)
 
@@ -72,7 +72,7 @@ def trainable(head: DraftHead, objective: str = "ce") -> FrozenTarget:
 
 
 class Recorder:
-    """A callback that remembers what it hears. stop_at: die at this step."""
+    """A callback that remembers what it receives. stop_at: die at this step."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.losses: list[float] = []
@@ -114,7 +114,7 @@ def trainer_of(
 ) -> Trainer:
     """A short run on texts of a kind, evaluated with others of that kind."""
     held_out = Batches(texts(8, seed=99), 4, 0).sample(10**6)
-    given = TrainConfig(**{"steps": 20, "learning_rate": 3e-3, **config})
+    inputs = TrainConfig(**{"steps": 20, "learning_rate": 3e-3, **config})
     recorder = recorder or Recorder()
-    return Trainer(subject, Batches(texts(), 4, given.seed), held_out, given, folder,
+    return Trainer(subject, Batches(texts(), 4, inputs.seed), held_out, inputs, folder,
                    settings or {}, recorder)

@@ -43,7 +43,7 @@ def test_nearly_all_can_be_made_small() -> None:
 
 
 class Mistaken(ModuleTarget):
-    """Sees a tree as if its nodes stood in a row behind each other."""
+    """Sees a tree as if its nodes stood in a row one after the other."""
 
     def _masks(self, tree, lengths, span, first):  # type: ignore[no-untyped-def]
         return super()._masks(type(tree).chain(tree.tokens), lengths, span, first)

@@ -25,7 +25,7 @@ and as a replacement."""
 
 
 def weighed(drawn_from: Array, ratio: Array, rest: Array) -> tuple[Array, Array]:
-    """Tokens drawn from one law and accepted by this ratio, else replaced by the rest."""
+    """Tokens drawn from one distribution and accepted by this ratio, else replaced by the rest."""
     accepted = drawn_from * np.clip(np.nan_to_num(ratio, nan=0.0), 0, 1)
     return accepted, max(0.0, 1 - float(accepted.sum())) * rest / rest.sum()
 
@@ -43,12 +43,13 @@ RIGHT: Mistake = lambda p, q, raw, at: weighed(q, p / q, residual(p, q))       #
 MISTAKES: dict[str, Mistake] = {
     "argmax drafts weighed as if drawn (transformers' Gemma-4)":
         lambda p, q, raw, at: weighed(peak(q), p / q, residual(p, q)),
-    "drafts drawn from the warped law, weighed with the raw one (transformers #47932)":
+    "drafts drawn from the warped distribution, weighed with the raw one (transformers #47932)":
         lambda p, q, raw, at: weighed(q, p / raw, residual(p, raw)),
-    "drafts drawn from the raw law, weighed with the warped one":
+    "drafts drawn from the raw distribution, weighed with the warped one":
         lambda p, q, raw, at: weighed(raw, p / q, residual(p, q)),
-    "replacement drawn from the target's law": lambda p, q, raw, at: weighed(q, p / q, p),
-    "argmax drafts, replaced from the target's law": lambda p, q, raw, at: weighed(peak(q), p, p),
+    "replacement drawn from the target's distribution": lambda p, q, raw, at: weighed(q, p / q, p),
+    "argmax drafts, replaced from the target's distribution":
+        lambda p, q, raw, at: weighed(peak(q), p, p),
     "residual put through a softmax (transformers #28508)":
         lambda p, q, raw, at: weighed(q, p / q, np.exp(np.maximum(p - q, 0))),
     "ratio upside down": lambda p, q, raw, at: weighed(q, q / p, residual(p, q)),
@@ -59,19 +60,19 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
-def drawn(dice: np.random.Generator, odds: Array) -> int:
+def drawn(dice: np.random.Generator, probs: Array) -> int:
     """A token drawn with these weights."""
-    place = np.searchsorted(odds.cumsum(), dice.random() * odds.sum(), side="right")
-    return min(int(place), len(odds) - 1)
+    place = np.searchsorted(probs.cumsum(), dice.random() * probs.sum(), side="right")
+    return min(int(place), len(probs) - 1)
 
 
 def table(salt: int, temperature: float = 1.0) -> Distribution:
-    """A law that depends on the whole text."""
+    """A distribution that depends on the whole text."""
 
     @cache
     def row(text: Text) -> Any:
-        odds = np.exp(np.random.default_rng([salt, *text]).normal(0, 1.5, VOCAB) / temperature)
-        return odds / odds.sum()
+        probs = np.exp(np.random.default_rng([salt, *text]).normal(0, 1.5, VOCAB) / temperature)
+        return probs / probs.sum()
 
     return lambda texts: np.stack([row(tuple(text)) for text in texts])
 
@@ -84,16 +85,16 @@ def speculative(mistake: Mistake, draft: Distribution = DRAFT, tokens: int = 2, 
     """A draft-and-verify loop with a mistake in it."""
 
     @cache
-    def odds(text: Text, place: int) -> Any:
+    def probs(text: Text, place: int) -> Any:
         with np.errstate(all="ignore"):
-            laws = (law([text])[0] for law in (TARGET, draft, DRAFT))
-            return np.concatenate(mistake(*laws, place))
+            distributions = (distribution([text])[0] for distribution in (TARGET, draft, DRAFT))
+            return np.concatenate(mistake(*distributions, place))
 
-    def one(text: Text, dice: np.random.Generator) -> list[int]:
+    def continued(text: Text, dice: np.random.Generator) -> list[int]:
         start = len(text)
         while len(text) < start + LENGTH:
             for place in range(tokens):
-                came = drawn(dice, odds(text, place))
+                came = drawn(dice, probs(text, place))
                 text = (*text, came % VOCAB)
                 if came >= VOCAB:
                     break
@@ -103,12 +104,14 @@ def speculative(mistake: Mistake, draft: Distribution = DRAFT, tokens: int = 2, 
 
     def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
         dice = np.random.default_rng(seed)
-        return [one(tuple(prompt), dice) for _ in range(n)]
+        return [continued(tuple(prompt), dice) for _ in range(n)]
 
     return sample
 
 
-def plain(law: Distribution = TARGET, ends: Sequence[int] = (), beyond: bool = False) -> Sampler:
+def plain(
+    distribution: Distribution = TARGET, ends: Sequence[int] = (), beyond: bool = False
+) -> Sampler:
     """Token by token; `beyond`: the end token does not end it."""
 
     def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
@@ -116,29 +119,29 @@ def plain(law: Distribution = TARGET, ends: Sequence[int] = (), beyond: bool = F
         for _ in range(n):
             text: list[int] = []
             while len(text) < LENGTH and (beyond or not set(text) & set(ends)):
-                text.append(drawn(dice, law([(*prompt, *text)])[0]))
+                text.append(drawn(dice, distribution([(*prompt, *text)])[0]))
             texts.append(text)
         return texts
 
     return sample
 
 
-def judged(sampler: Sampler, law: Distribution = TARGET, **options: Any) -> Audit:
-    return audit(sampler, law, PROMPT, **{"samples": 2000, "length": LENGTH, **options})
+def judged(sampler: Sampler, distribution: Distribution = TARGET, **options: Any) -> Audit:
+    return audit(sampler, distribution, PROMPT, **{"samples": 2000, "length": LENGTH, **options})
 
 
 @pytest.mark.parametrize("sampler", [plain(), speculative(RIGHT), speculative(RIGHT, tokens=1)])
 def test_right_engines_pass(sampler: Sampler) -> None:
-    found = judged(sampler)
-    assert not found.biased and all(check.control for check in found.checks)
-    assert found.joint.detects < 0.15 and len(found.checks) == LENGTH + 2
+    verdict = judged(sampler)
+    assert not verdict.biased and all(check.control for check in verdict.checks)
+    assert verdict.joint.detects < 0.15 and len(verdict.checks) == LENGTH + 2
 
 
 @pytest.mark.parametrize("bug", MISTAKES)
 def test_every_bug_is_found(bug: str) -> None:
     draft = table(2, temperature=0.5) if " raw " in bug else DRAFT
-    found = judged(speculative(MISTAKES[bug], draft), samples=3000)
-    assert found.biased and all(check.control for check in found.checks)
+    verdict = judged(speculative(MISTAKES[bug], draft), samples=3000)
+    assert verdict.biased and all(check.control for check in verdict.checks)
 
 
 def hidden(*asked: Any) -> list[list[int]]:
@@ -158,36 +161,36 @@ def twice(prompt: list[int], n: int, seed: int) -> list[list[int]]:
     (plain(ends=(2,), beyond=True), (2,), True),
     (lambda prompt, n, seed: [[]] * n, (), True),
 ], ids=["no bonus position", "another temperature", "one seed", "one text", "each text twice",
-        "ends", "ends untold", "going on behind the end", "empty texts"])  # fmt: skip
+        "ends", "ends untold", "going on after the end", "empty texts"])  # fmt: skip
 def test_other_mistakes_and_ends(sampler: Sampler, ends: tuple[int, ...], biased: bool) -> None:
     assert judged(sampler, samples=3000, ends=ends).biased is biased
 
 
 def test_impossible_tokens_fail_at_once() -> None:
     def narrow(texts: Sequence[Text]) -> Any:
-        law = np.where(TARGET(texts) < 0.02, 0, TARGET(texts))
-        return law / law.sum(-1, keepdims=True)
+        distribution = np.where(TARGET(texts) < 0.02, 0, TARGET(texts))
+        return distribution / distribution.sum(-1, keepdims=True)
 
     assert judged(plain(), narrow).joint.p_value == 0
     assert not judged(plain(narrow), narrow).biased
 
 
 def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
-    odds = 1 / np.arange(1, 2001)
-    odds /= odds.sum()
-    law: Distribution = lambda texts: np.stack([np.roll(odds, t[-1]) for t in texts])  # noqa: E731
+    probs = 1 / np.arange(1, 2001)
+    probs /= probs.sum()
+    distribution: Distribution = lambda texts: np.stack([np.roll(probs, t[-1]) for t in texts])  # noqa: E731
 
     def sample(prompt: list[int], n: int, seed: int) -> list[list[int]]:
-        shift = np.random.default_rng(seed).choice(2000, size=(n, 2), p=odds)
+        shift = np.random.default_rng(seed).choice(2000, size=(n, 2), p=probs)
         return ((prompt[-1] + shift.cumsum(1)) % 2000).tolist()     # type: ignore[no-any-return]
 
-    assert not audit(sample, law, [5], length=2, samples=4000).biased
+    assert not audit(sample, distribution, [5], length=2, samples=4000).biased
     doubled = lambda p, n, s: [[a, a] for a, _ in sample(p, n, s)]                  # noqa: E731
-    assert audit(doubled, law, [5], length=2, samples=4000).biased
+    assert audit(doubled, distribution, [5], length=2, samples=4000).biased
 
 
 @pytest.mark.parametrize(
-    ("sampler", "law", "options", "words"),
+    ("sampler", "distribution", "options", "words"),
     [
         (plain(), TARGET, {"samples": 10}, "200"), (plain(), TARGET, {"length": 0}, "length"),
         (lambda prompt, n, seed: [[1]], TARGET, {}, "100 texts and returned 1"),
@@ -195,14 +198,14 @@ def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
         (plain(), lambda texts: TARGET(texts) * 2, {}, "not to 1"),
     ],
 )
-def test_what_cannot_be_judged_is_one_sentence(sampler, law, options, words) -> None:
+def test_what_cannot_be_judged_is_one_sentence(sampler, distribution, options, words) -> None:
     with pytest.raises(BadInput, match=words):
-        judged(sampler, law, **options)
+        judged(sampler, distribution, **options)
 
 
 def test_transformers_with_a_draft_model_is_unbiased() -> None:
     model, assistant = (toy(seed, 6, dtype=torch.float32).model for seed in (21, 22))
     want = Sampling(temperature=0.8, top_k=4)
     engine = assisted(model, assistant, want, LENGTH, 2)
-    found = audit(engine, model_distribution(model, want), [3], length=LENGTH, samples=300)
-    assert not found.biased and found.joint.detects < 0.4
+    result = audit(engine, model_distribution(model, want), [3], length=LENGTH, samples=300)
+    assert not result.biased and result.joint.detects < 0.4

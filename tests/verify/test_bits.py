@@ -37,12 +37,12 @@ def test_a_sound_engine_agrees_up_to_its_rounding(shape: TreeShape | None) -> No
 
 
 def reading(patch: Patch, change: Any) -> None:
-    own = ModuleTarget.read
+    ours = ModuleTarget.read
 
     def read(self: ModuleTarget, tree: Any, cache: Any, **rest: Any) -> Any:
-        found = own(self, tree, cache, **rest)
+        result = ours(self, tree, cache, **rest)
         wide = tree.tokens.shape[1] > 1 and not rest.get("last_only")
-        return found._replace(logits=change(found.logits, wide))
+        return result._replace(logits=change(result.logits, wide))
 
     patch.setattr(ModuleTarget, "read", read)
 

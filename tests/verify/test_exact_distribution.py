@@ -29,8 +29,8 @@ def test_plain_decoding_writes_the_reference_distribution(option: str) -> None:
         want = replace(table.OPTIONS[option], **stops)
         prompt = table.PROMPTS[number % len(table.PROMPTS)]
         plain = Case(end, RULES["match"], PLAIN, [CaseRequest(want, prompt)])
-        (law,) = enumerate_texts(plain).distributions
-        assert distance(law, examinations.reference(plain)[0]) < EXACT, end
+        (distribution,) = enumerate_texts(plain).distributions
+        assert distance(distribution, examinations.reference(plain)[0]) < EXACT, end
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -49,8 +49,8 @@ def test_every_rule_option_end_and_way_is_covered() -> None:
 
 
 def test_the_section_tells_what_was_enumerated(monkeypatch: pytest.MonkeyPatch) -> None:
-    some = list(itertools.islice(cases(every=67), 60, 64))
-    monkeypatch.setattr(exact, "cases", lambda rules, every: iter(some))
+    items = list(itertools.islice(cases(every=67), 60, 64))
+    monkeypatch.setattr(exact, "cases", lambda rules, every: iter(items))
     section = prove_distribution(quick=True)
     assert not section.failures
     assert section.figures["max_total_variation"] < EXACT and section.figures["outcomes"] > 4
@@ -74,12 +74,12 @@ def test_outcomes_are_enumerated_once_each() -> None:
         outcomes, branches = Outcomes(plans), torch.arange(len(plans))
         probs = torch.tensor([[0.4, 0.6]]).double().expand(len(plans), -1)
         first = outcomes.choose(branches, probs)
-        laws = torch.tensor([second[int(one)] for one in first]).double()
+        distributions = torch.tensor([second[int(each)] for each in first]).double()
         twice = torch.cat([branches, branches])             # a copy of a row draws as it does
-        then = outcomes.choose(twice, torch.cat([laws, laws]))
+        then = outcomes.choose(twice, torch.cat([distributions, distributions]))
         assert torch.equal(then[: len(plans)], then[len(plans) :])
-        for one, other, probability in zip(first, then, outcomes.mass.tolist(), strict=False):
-            seen[int(one), int(other)] = probability
+        for item, other, probability in zip(first, then, outcomes.mass.tolist(), strict=False):
+            seen[int(item), int(other)] = probability
         plans = torch.cat([plan for _, plan in outcomes.others])
     assert seen == pytest.approx({(0, 0): 0.2, (0, 1): 0.2, (1, 1): 0.15, (1, 2): 0.45})
 
@@ -96,7 +96,7 @@ def test_the_reference_knows_nothing_of_draftproof() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logits", "wants", "text", "law"),
+    ("logits", "wants", "text", "probs"),
     [
         (UNIFORM, {"temperature": 0.0}, [0], [1, 0, 0]),
         (UNIFORM, {}, [0], [1 / 3] * 3),
@@ -110,9 +110,9 @@ def test_the_reference_knows_nothing_of_draftproof() -> None:
         ([2.0, 1.0, 0.0], {"top_k": 1}, [0], [1, 0, 0]),
     ],
 )
-def test_the_reference_knows_laws_computed_by_hand(logits, wants, text, law) -> None:
+def test_the_reference_knows_distributions_computed_by_hand(logits, wants, text, probs) -> None:
     want = Sampling(**{"temperature": 1.0, **wants})
-    assert next_token_probs(logits, text, 1, want) == pytest.approx(law, abs=1e-4)
+    assert next_token_probs(logits, text, 1, want) == pytest.approx(probs, abs=1e-4)
 
 
 def test_the_reference_ends_where_it_should() -> None:

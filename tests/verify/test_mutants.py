@@ -49,10 +49,10 @@ def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize("plant", [
-    around("core.noise:row_keys", lambda own, *args: own(*args)),
+    around("core.noise:row_keys", lambda original, *args: original(*args)),
     text("core.noise:row_keys", ("seed &", "0 &")),
     text("core.prefix:Paths.lengths", ("self.first", "0")),
-    kernel(noise.stream, lambda own, *args: own(*args)),
+    kernel(noise.stream, lambda original, *args: original(*args)),
 ], ids=["around", "text", "property", "kernel"])
 def test_a_bug_that_nothing_calls_was_not_planted(plant: Plant) -> None:
     with pytest.raises(AssertionError, match="never called"), plant():
@@ -60,7 +60,7 @@ def test_a_bug_that_nothing_calls_was_not_planted(plant: Plant) -> None:
 
 
 def test_a_bug_is_planted_wherever_its_function_was_imported() -> None:
-    with around("cache.kv_cache:tree_mask", lambda own, *args: "planted")():
+    with around("cache.kv_cache:tree_mask", lambda original, *args: "planted")():
         for module in (kv_cache, module_target, fast_forward, draft_layers):
             assert module.tree_mask(None, None, 0, None) == "planted"   # type: ignore[attr-defined]
 
@@ -70,9 +70,9 @@ def test_a_wrong_rule_is_seen(mistake: str) -> None:
     rule, free = weighing(WRONG_RULES[mistake]()), Sampling(temperature=1.0)
     requests = {"chain": CaseRequest(free, (1,), 4), "smaller draft": CaseRequest(free),
                 "tree of 3": CaseRequest(free)}
-    found = (examine(Case(mistake, rule, SETUPS[name], [request]))
+    result = (examine(Case(mistake, rule, SETUPS[name], [request]))
              for name, request in requests.items())
-    assert any(distance > SEEN for distance, _, _ in found)
+    assert any(distance > SEEN for distance, _, _ in result)
 
 
 def test_a_match_without_its_ancestors_is_seen() -> None:

@@ -20,12 +20,12 @@ FIGURES = {"cases": 3, "max": 1e-16, "controls": {"planted <b>": 0.2}}
 @pytest.fixture(autouse=True)
 def sections(monkeypatch: pytest.MonkeyPatch) -> dict[str, Section]:
     """Sections that are decided beforehand."""
-    found = {name: Section(name, "fine") for name in Part} | {
+    result = {name: Section(name, "fine") for name in Part} | {
         "distribution": Section("distribution", "3 cases, nothing found", FIGURES)
     }
-    for name in found:
-        monkeypatch.setattr(proving, f"prove_{name}", lambda *_, name=name, **__: found[name])
-    return found
+    for name in result:
+        monkeypatch.setattr(proving, f"prove_{name}", lambda *_, name=name, **__: result[name])
+    return result
 
 
 def command(*words: str) -> tuple[int, str]:
@@ -38,8 +38,8 @@ def test_sections_run_in_turn_and_the_engine_loads_only_when_needed() -> None:
         raise AssertionError("nobody asked for the model")
 
     names = ["sampling", "distribution", "distribution"]
-    found = list(proving.prove(engine, names, progress=lambda name: silent))
-    assert [section.name for section in found] == ["sampling", "distribution"]
+    items = list(proving.prove(engine, names, progress=lambda name: silent))
+    assert [section.name for section in items] == ["sampling", "distribution"]
 
 
 def test_exit_codes_and_files(sections: dict[str, Section], tmp_path: Path) -> None:

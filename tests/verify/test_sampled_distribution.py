@@ -47,18 +47,18 @@ def test_every_trial_names_a_rule_a_setup_and_what_is_asked() -> None:
 
 def test_the_g_test_is_calibrated_and_excuses_nothing_impossible() -> None:
     dice = np.random.default_rng(0)
-    law = dice.dirichlet(np.ones(20))
-    values = [g_test(dice.multinomial(5000, law), law).p_value for _ in range(200)]
+    probs = dice.dirichlet(np.ones(20))
+    values = [g_test(dice.multinomial(5000, probs), probs).p_value for _ in range(200)]
     assert 0.4 < np.mean(values) < 0.6 and np.mean(np.array(values) < 0.05) < 0.1
     assert g_test([999_999, 1], [1.0, 0.0]).p_value == 0
 
 
 def test_the_g_test_finds_what_it_promises() -> None:
-    dice, law = np.random.default_rng(1), np.full(16, 1 / 16)
+    dice, distribution = np.random.default_rng(1), np.full(16, 1 / 16)
     off = detectable(8000, 16)
-    wrong = law + off * 2 / 16 * np.array([1.0, -1.0] * 8)
-    assert np.abs(wrong - law).sum() / 2 == pytest.approx(off)
-    assert all(not g_test(dice.multinomial(8000, wrong), law).passed for _ in range(30))
+    wrong = distribution + off * 2 / 16 * np.array([1.0, -1.0] * 8)
+    assert np.abs(wrong - distribution).sum() / 2 == pytest.approx(off)
+    assert all(not g_test(dice.multinomial(8000, wrong), distribution).passed for _ in range(30))
     assert detectable(10_000, 50) == pytest.approx(detectable(40_000, 50) * 2, rel=1e-6)
     assert detectable(10_000, 50) < detectable(10_000, 200)
 

@@ -84,9 +84,9 @@ def test_kernels_look_embeddings_up_in_the_blocks_of_the_file(format: str) -> No
     table = BlockTable(stored, torch.bfloat16).native
     assert library is not None and table is not None
     tokens = torch.tensor([3, 69, 0, 3, -1, 70])
-    found = torch.empty(6, inputs, dtype=torch.bfloat16)
-    library("embed", table, tokens, 6, found)
-    assert torch.equal(found, dequantize(stored).bfloat16()[tokens.clamp(0, 69)])
+    tensor = torch.empty(6, inputs, dtype=torch.bfloat16)
+    library("embed", table, tokens, 6, tensor)
+    assert torch.equal(tensor, dequantize(stored).bfloat16()[tokens.clamp(0, 69)])
 
 
 def test_rare_formats_are_unpacked_to_bfloat16(native: bool) -> None:

@@ -60,7 +60,7 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"quantize": "int4"}])
-def test_a_second_start_finds_nothing_out_anew_unless_the_file_is_cut_off(
+def test_a_second_start_finds_nothing_out_again_unless_the_file_is_cut_off(
     folder: Path, made: list[str], options: dict[str, Any]
 ) -> None:
     first = text(folder, **options)
@@ -95,7 +95,7 @@ def test_a_native_model_is_packed_and_compared_once(
     assert text(folder, quantize=kind) and len(done) == 2
 
 
-def test_damaged_weights_are_made_anew(
+def test_damaged_weights_are_made_again(
     folder: Path, made: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One bit, a page of zeros, or rubbish: the text is that of sound weights."""
@@ -121,7 +121,7 @@ def test_a_file_is_verified_once_and_when_it_was_written_to(
     text(folder, quantize="int8")
     text(folder, quantize="int8")
     verified: list[kept.Kept] = []
-    monkeypatch.setattr(kept.Kept, "_verify", lambda own: verified.append(own))
+    monkeypatch.setattr(kept.Kept, "_verify", lambda ours: verified.append(ours))
     text(folder, quantize="int8")
     assert verified == []
     for file in files(folder):

@@ -42,19 +42,19 @@ KINDS = ["int8", "int4"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_quantised_and_the_original_is_not(kind: str, family: str) -> None:
-    own = model(family)
-    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
-    kinds = [type(module) for module in own.modules()]
+    ours = model(family)
+    before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    kinds = [type(module) for module in ours.modules()]
     text = torch.randint(VOCAB, (32,), generator=torch.Generator().manual_seed(0))
-    made, loss = quantized_and_compared(own, kind, text)
-    assert is_quantized(made) and not is_quantized(own)
-    assert [type(module) for module in own.modules()] == kinds
-    assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
-    assert made.get_input_embeddings().weight is own.get_input_embeddings().weight
+    made, loss = quantized_and_compared(ours, kind, text)
+    assert is_quantized(made) and not is_quantized(ours)
+    assert [type(module) for module in ours.modules()] == kinds
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
+    assert made.get_input_embeddings().weight is ours.get_input_embeddings().weight
     assert loss.kl > 0 and 0 <= loss.agreement <= 1 and loss.tokens == 32
-    assert loss.after == weight_bytes(made) < loss.before == weight_bytes(own)
-    target = quantized_target(Target(own), kind)
-    assert target.reads_trees == Target(own).reads_trees
+    assert loss.after == weight_bytes(made) < loss.before == weight_bytes(ours)
+    target = quantized_target(Target(ours), kind)
+    assert target.reads_trees == Target(ours).reads_trees
     tree = TokenTree.chain(text[None, :6])
     with torch.inference_mode():
         logits = target.read(tree, target.new_cache(1, 64)).logits[0]
@@ -68,8 +68,8 @@ def test_layers_multiplied_together_give_the_bits_of_each_alone(kind: str) -> No
     made = quantized(fresh("qwen2"), kind)
     rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for part in ("q_proj", "k_proj", "v_proj"):
-        place, layer = (getattr(one.model.layers[1].self_attn, part)
-                        for one in (made, model("qwen2")))
+        place, layer = (getattr(item.model.layers[1].self_attn, part)
+                        for item in (made, model("qwen2")))
         assert isinstance(place, PackedSlice)
         assert place.whole is made.model.layers[1].self_attn.q_proj.whole
         name = f"model.layers.1.self_attn.{part}"
@@ -95,7 +95,7 @@ def test_packed_layers_are_quantised_as_the_originals(kind: str) -> None:
         pytest.skip("nothing is packed on this machine")
     text = torch.arange(12)[None]
     with torch.inference_mode():
-        ours, theirs = (quantized(one, kind)(text).logits for one in (packed, plain))
+        ours, theirs = (quantized(item, kind)(text).logits for item in (packed, plain))
     assert torch.equal(ours, theirs)
 
 
@@ -107,13 +107,13 @@ def test_gates_and_routers_stay_as_they_are() -> None:
 
 
 def test_what_quantising_lost_is_said() -> None:
-    text, own = torch.arange(16), model("llama")
-    made, loss = quantized_and_compared(own, "int8", text)
+    text, module = torch.arange(16), model("llama")
+    made, loss = quantized_and_compared(module, "int8", text)
     with torch.inference_mode():
-        one, other = (each(text[None]).logits[0].double().softmax(-1) for each in (own, made))
-    assert loss.kl == pytest.approx(float((one * (one / other).log()).sum(1).mean()), rel=1e-2)
+        item, other = (each(text[None]).logits[0].double().softmax(-1) for each in (module, made))
+    assert loss.kl == pytest.approx(float((item * (item / other).log()).sum(1).mean()), rel=1e-2)
     assert loss.tokens == 16 and "of 16 positions" in str(loss)
-    assert "KL" not in str(quantized_and_compared(own, "int8", None)[1])
+    assert "KL" not in str(quantized_and_compared(module, "int8", None)[1])
 
 
 # Copies ---
@@ -121,32 +121,32 @@ def test_what_quantising_lost_is_said() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_shallow_copy_shares_weights_and_nothing_else(family: str) -> None:
-    own, text = fresh(family), torch.arange(8)[None]
-    made = shallow_copy(own)
-    assert {id(one) for one in made.parameters()} == {id(one) for one in own.parameters()}
+    ours, text = fresh(family), torch.arange(8)[None]
+    made = shallow_copy(ours)
+    assert {id(item) for item in made.parameters()} == {id(item) for item in ours.parameters()}
     with torch.inference_mode():
-        wanted = own(text, output_hidden_states=True)
-        found = made(text, output_hidden_states=True)
-        assert torch.equal(found.logits, wanted.logits)
-        assert len(found.hidden_states) == len(wanted.hidden_states)
+        wanted = ours(text, output_hidden_states=True)
+        result = made(text, output_hidden_states=True)
+        assert torch.equal(result.logits, wanted.logits)
+        assert len(result.hidden_states) == len(wanted.hidden_states)
         made.set_output_embeddings(nn.Identity())
-        assert torch.equal(own(text).logits, wanted.logits)
+        assert torch.equal(ours(text).logits, wanted.logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_layers_are_those_of_the_model(family: str) -> None:
     """The hidden state that the model shows at a layer, through its own final norm and head."""
-    own, text = model(family), torch.arange(8)[None]
-    depth = own.config.num_hidden_layers
-    short = first_layers(own, 1)
-    assert {id(one) for one in short.parameters()} < {id(one) for one in own.parameters()}
+    module, text = model(family), torch.arange(8)[None]
+    depth = module.config.num_hidden_layers
+    short = first_layers(module, 1)
+    assert {id(item) for item in short.parameters()} < {id(item) for item in module.parameters()}
     with torch.inference_mode():
-        states = own(text, output_hidden_states=True).hidden_states
+        states = module(text, output_hidden_states=True).hidden_states
         assert torch.equal(short(text, output_hidden_states=True).hidden_states[0], states[0])
-        body = next(one for one in short.base_model.modules() if isinstance(one, nn.ModuleList))
-        assert len(body) == 1 and own.config.num_hidden_layers == depth == len(states) - 1
+        body = next(item for item in short.base_model.modules() if isinstance(item, nn.ModuleList))
+        assert len(body) == 1 and module.config.num_hidden_layers == depth == len(states) - 1
         seen: list[Any] = []
-        with body[0].register_forward_hook(lambda _, given, out: seen.append(out)):
+        with body[0].register_forward_hook(lambda _, inputs, out: seen.append(out)):
             short(text)
         last = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
         assert torch.equal(last, states[1]) or depth == 1
@@ -157,23 +157,23 @@ def test_kinds_of_layers_that_a_configuration_counts_itself_are_left_to_it() -> 
 
 
 def test_a_wrapped_model_has_no_shallow_copy() -> None:
-    own = fresh("llama")
-    own.model.layers[0].forward = own.model.layers[0].forward
+    ours = fresh("llama")
+    ours.model.layers[0].forward = ours.model.layers[0].forward
     with pytest.raises(UnsupportedModel, match=r"model\.layers\.0 is wrapped"):
-        shallow_copy(own)
+        shallow_copy(ours)
 
 
 # Refusals ---
 
 
 def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:
-    own = model("llama")
-    for one, kind, said in (
-        (own, "int3", "'int3'; choose one of int8, int4, fp8"), (own, "fp8", "emulated on a CPU"),
-        (quantized(own, "int8"), "int8", "quantised already"),
+    ours = model("llama")
+    for item, kind, output in (
+        (ours, "int3", "'int3'; choose one of int8, int4, fp8"), (ours, "fp8", "emulated on a CPU"),
+        (quantized(ours, "int8"), "int8", "quantised already"),
     ):
-        with pytest.raises(BadInput, match=said):
-            quantized(one, kind)
+        with pytest.raises(BadInput, match=output):
+            quantized(item, kind)
 
 
 # Checkpoints that were quantised elsewhere ---
@@ -185,22 +185,22 @@ def wide(**options: Any) -> PreTrainedModel:
 
 def saved(folder: Path, **quantisation: Any) -> PreTrainedModel:
     """A bfloat16 model in `folder` that claims to be quantised so."""
-    own = wide(tie_word_embeddings=False)
-    own.save_pretrained(folder)
+    wider = wide(tie_word_embeddings=False)
+    wider.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
-    return own
+    return wider
 
 
-def continued(own: PreTrainedModel) -> list[int]:
-    """What transformers writes behind three tokens."""
+def continued(ours: PreTrainedModel) -> list[int]:
+    """What transformers writes after three tokens."""
     how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    return own.generate(torch.tensor([[1, 2, 3]]), **how)[0, 3:].tolist()
+    return ours.generate(torch.tensor([[1, 2, 3]]), **how)[0, 3:].tolist()
 
 
-def drafted(own: PreTrainedModel) -> list[int]:
+def drafted(ours: PreTrainedModel) -> list[int]:
     """What we write there, drafted for."""
-    engine = Engine(Target(own), PromptLookup())
+    engine = Engine(Target(ours), PromptLookup())
     return engine.generate([[1, 2, 3]], max_new_tokens=12)[0].tokens
 
 
@@ -227,22 +227,22 @@ def test_a_float8_checkpoint_reads_as_in_transformers(tmp_path: Path) -> None:
             tensors[f"{name}_scale_inv"] = scale
     save_file(tensors, file, {"format": "pt"})
     wanted = continued(AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu"))
-    own = loading.load_model(tmp_path, device="cpu")
-    assert not is_quantized(own) and drafted(own) == wanted
+    loaded = loading.load_model(tmp_path, device="cpu")
+    assert not is_quantized(loaded) and drafted(loaded) == wanted
 
 
 @pytest.mark.parametrize("threshold", [6.0, 0.0])
 def test_bitsandbytes_8_bits_are_refused_with_outliers(tmp_path: Path, threshold: float) -> None:
-    """A token's numbers then depend on what is read beside it; without outliers it is read."""
+    """A token's numbers then depend on what is read with it; without outliers it is read."""
     pytest.importorskip("bitsandbytes")
     wide().save_pretrained(tmp_path)
     asked = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
-    own = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
     if threshold:
         with pytest.raises(UnsupportedModel, match="llm_int8_threshold=0"):
-            Target(own)
+            Target(ours)
     else:
-        assert drafted(own) == continued(own)
+        assert drafted(ours) == continued(ours)
 
 
 @pytest.mark.parametrize("config", [
@@ -257,25 +257,26 @@ def test_a_torchao_checkpoint_reads_as_in_transformers(tmp_path: Path, config: s
     asked = TorchAoConfig(getattr(ao, config)())
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=asked).save_pretrained(folder)
     wanted = continued(AutoModelForCausalLM.from_pretrained(folder))
-    own = loading.load_model(folder, device="cpu")
-    assert is_quantized(own) and pack_linears(own) <= 1      # the head alone is plain
-    assert drafted(own) == wanted
+    loaded = loading.load_model(folder, device="cpu")
+    assert is_quantized(loaded) and pack_linears(loaded) <= 1      # the head alone is plain
+    assert drafted(loaded) == wanted
     with pytest.raises(BadInput, match="quantised already"):
-        quantized(own, "int8")
+        quantized(loaded, "int8")
 
 
 def test_torchao_quantises_a_shallow_copy_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of accelerators, run on the CPU, where torchao's 8 bits work as well."""
     pytest.importorskip("torchao.quantization")
-    own = wide(tie_word_embeddings=True)
-    before = own.lm_head.weight.clone()
-    made = quantize._by_torchao(shallow_copy(own), "int8")
-    assert is_quantized(made) and not is_quantized(own) and torch.equal(own.lm_head.weight, before)
-    assert weight_bytes(made) < weight_bytes(own)
+    mine = wide(tie_word_embeddings=True)
+    before = mine.lm_head.weight.clone()
+    made = quantize._by_torchao(shallow_copy(mine), "int8")
+    assert is_quantized(made) and not is_quantized(mine)
+    assert torch.equal(mine.lm_head.weight, before)
+    assert weight_bytes(made) < weight_bytes(mine)
     text = torch.arange(16)[None]
     with torch.inference_mode():
-        one, other = own(text).logits.float(), made(text).logits.float()
-    assert 0 < float((one - other).norm() / one.norm()) < 0.2
+        item, other = mine(text).logits.float(), made(text).logits.float()
+    assert 0 < float((item - other).norm() / item.norm()) < 0.2
     with pytest.raises(BadInput, match="torchao cannot quantise"):
         quantize._by_torchao(shallow_copy(fresh("llama").bfloat16()), "int4")
 

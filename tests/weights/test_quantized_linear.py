@@ -64,8 +64,8 @@ def test_the_bits_of_a_token_do_not_depend_on_its_neighbours(
     assert whole.dtype == dtype
     for width in (*range(1, 17), 24, 32):
         for start in (0, 3, 8):
-            some = slice(start, start + width)
-            assert torch.equal(made(rows[some]), whole[some]), (width, start)
+            sample = slice(start, start + width)
+            assert torch.equal(made(rows[sample]), whole[sample]), (width, start)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -85,8 +85,8 @@ def test_eight_bits_are_the_integer_product() -> None:
     scale, most = weight.abs().amax(1) / 127, rows.abs().amax(1, keepdim=True)
     sums = (rows * (127 / most)).round().long() @ (weight / scale[:, None]).round().long().t()
     wanted = sums.double() * scale * most / 127 + bias
-    found = Int8Linear(weight, bias)(rows).double()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-4)
+    result = Int8Linear(weight, bias)(rows).double()
+    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=2e-4)
     for inputs in (256, 1024, 3000, 4096):          # torch's own 8-bit product gives 2.02 for 256
         ones = torch.ones(1, inputs)
         loudest = Int8Linear(ones.expand(64, -1))(torch.cat([ones, -ones]))
@@ -141,4 +141,4 @@ def test_the_kernel_and_torchs_operators_agree(
     loud = rows.float().norm(dim=1, keepdim=True) * weight.float().norm(dim=1).mean()
     assert bool(((whole(rows).float() - wanted).abs() <= 0.01 * loud).all())
     assert float((whole(rows) == without(rows)).float().mean()) > 0.95
-    assert all(torch.equal(one(rows[:0]), rows.new_empty(0, outputs)) for one in (whole, without))
+    assert all(torch.equal(item(rows[:0]), rows.new_empty(0, outputs)) for item in (whole, without))

@@ -1,5 +1,5 @@
-"""Drawn drafts through the real engine and its real noise: the joint law of the text is the
-target's.
+"""Drawn drafts through the real engine and its real noise: the joint distribution of the text is
+the target's.
 
 What enumeration cannot see, counting can: the seams between engine, drafter, rule and noise. Each
 test raises a false alarm once in a million seeds, and always says the same since its seeds are
@@ -34,7 +34,7 @@ OWN = {"vocab_size": VOCAB, "bos_token_id": None, "hidden_size": 8, "num_attenti
 
 
 def exact(sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The law of the tokens behind the first, by the model's own forward on every text."""
+    """The distribution of the tokens after the first, by the model's own forward on every text."""
     texts = torch.tensor([[*PROMPT, *rest]
                           for rest in itertools.product(range(VOCAB), repeat=LENGTH)])
     with torch.inference_mode():
@@ -43,10 +43,10 @@ def exact(sampling: Sampling) -> dict[tuple[int, ...], float]:
         least = logits.topk(sampling.top_k, -1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     steps = logits.softmax(-1).gather(-1, texts[:, len(PROMPT) :, None])[..., 0].prod(-1)
-    law = Counter[tuple[int, ...]]()
+    distribution = Counter[tuple[int, ...]]()
     for text, chance in zip(texts[:, len(PROMPT) + 1 :].tolist(), steps.tolist(), strict=True):
-        law[tuple(text)] += chance
-    return law
+        distribution[tuple(text)] += chance
+    return distribution
 
 
 def p_value(
@@ -55,9 +55,10 @@ def p_value(
     """G-test of what the engine writes; cells expected fewer than five times are one cell."""
     engine = Engine(target(**OWN), drafter, acceptance=rule, budget=budget)
     done = engine.generate([PROMPT], max_new_tokens=LENGTH, sampling=sampling, n=SAMPLES)
-    seen, law = Counter(tuple(one.tokens[1:]) for one in done), exact(sampling)
-    assert all(law[text] > 0 for text in seen), "an impossible text"
-    cells = [(seen[text], chance * SAMPLES) for text, chance in law.items()
+    seen = Counter(tuple(completion.tokens[1:]) for completion in done)
+    distribution = exact(sampling)
+    assert all(distribution[text] > 0 for text in seen), "an impossible text"
+    cells = [(seen[text], chance * SAMPLES) for text, chance in distribution.items()
              if chance * SAMPLES >= 5]
     rest = (SAMPLES - sum(count for count, _ in cells), SAMPLES - sum(mean for _, mean in cells))
     cells += [rest] if rest[1] >= 5 else []
@@ -76,32 +77,32 @@ TREE, FIVE = TreeShape.branching((2, 2)), TreeShape.branching((5,))
 @pytest.mark.parametrize(("rule", "shape"), [
     ("match", TREE), ("rejection", None), ("rejection", TREE), ("rejection", FIVE),
     ("block", None)], ids=str)  # fmt: skip
-def test_the_text_has_the_law_of_the_target(rule: str, shape: TreeShape | None) -> None:
+def test_the_text_has_the_distribution_of_the_target(rule: str, shape: TreeShape | None) -> None:
     assert p_value(draft(shape), rule, budget=None if shape else 3) > ALARM
 
 
-def test_the_law_under_a_filter() -> None:
+def test_the_distribution_under_a_filter() -> None:
     assert p_value(draft(), "block", Sampling(temperature=0.9, top_k=3, seed=3), budget=2) > ALARM
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_the_law_of_a_draft_with_another_tokenizer(rule: str) -> None:
+def test_the_distribution_of_a_draft_with_another_tokenizer(rule: str) -> None:
     shared, size = five()
     other = OtherTokenizer(target(seed=1, **{**OWN, "vocab_size": size}), shared)
     assert p_value(other, rule, budget=3) > ALARM
 
 
 class Boastful(DrafterWrapper):
-    """Attaches a law that is not the one it drew from."""
+    """Attaches a distribution that is not the one it drew from."""
 
     def propose(self, frontier: Frontier) -> TokenTree:
         tree = self.inner.propose(frontier)
         assert tree.draft_probs is not None
-        law = tree.draft_probs.sqrt()
-        return TokenTree.chain(tree.tokens, law / law.sum(-1, keepdim=True).clamp(min=1e-9))
+        wrong = tree.draft_probs.sqrt()
+        return TokenTree.chain(tree.tokens, wrong / wrong.sum(-1, keepdim=True).clamp(min=1e-9))
 
 
-def test_a_wrong_draft_law_is_seen() -> None:
+def test_a_wrong_draft_distribution_is_seen() -> None:
     assert p_value(Boastful(draft()), "block", budget=3) < ALARM
 
 
