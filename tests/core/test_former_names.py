@@ -25,13 +25,13 @@ def choose(self: Any, state: State) -> int:
     *[(dp.Plain, *pair) for pair in DRAFTER.items()],
 ])
 def test_a_class_may_assign_a_former_name(base: type, former: str, name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=name):
+    with pytest.warns(FutureWarning, match=name):
         mine: Any = type("Mine", (base,), {former: 3, "choose": choose})
     made, child = mine(), type("Child", (mine,), {})()
     assert (getattr(mine, name), getattr(made, name), getattr(child, name)) == (3, 3, 3)
-    with pytest.warns(DeprecationWarning, match=name):
+    with pytest.warns(FutureWarning, match=name):
         setattr(made, former, 4)
-    with pytest.warns(DeprecationWarning, match=former):
+    with pytest.warns(FutureWarning, match=former):
         assert (getattr(made, former), getattr(made, name)) == (4, 4)
 
 
@@ -39,12 +39,12 @@ def test_a_class_may_assign_a_former_name(base: type, former: str, name: str) ->
 def test_a_frontier_has_its_former_names(former: str, name: str) -> None:
     prefix: Any = None
     frontier = dp.Frontier(prefix, prefix, 5, True, True, 0.5, 7)
-    with pytest.warns(DeprecationWarning, match=name):
+    with pytest.warns(FutureWarning, match=name):
         assert getattr(frontier, former) == getattr(frontier, name)
 
 
 def test_former_keywords() -> None:
-    with pytest.warns(DeprecationWarning, match="min_confidence"):
+    with pytest.warns(FutureWarning, match="min_confidence"):
         assert dp.Fixed(4, floor=0.5).min_confidence == 0.5     # type: ignore[call-arg]
-    with pytest.warns(DeprecationWarning, match="max_draft_tokens"):
+    with pytest.warns(FutureWarning, match="max_draft_tokens"):
         assert dp.Adaptive(most=6).max_draft_tokens == 6        # type: ignore[call-arg]

@@ -1,5 +1,5 @@
-"""Attributes and arguments under their former names: they work, with a warning, for one minor
-version."""
+"""Attributes and arguments under their former names: they still work, with a
+warning, as docs/compatibility.md promises."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def _warn(former: str, name: str) -> None:
-    warnings.warn(f"{former} is now called {name}", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{former} is now called {name}", FutureWarning, stacklevel=3)
 
 
 class FormerName:
