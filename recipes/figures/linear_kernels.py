@@ -31,7 +31,7 @@ from draftproof.native.structures import (
     block_linear,
     interleaved,
     linear,
-    rounded,
+    pad_to_strip,
 )
 
 SPAN = 400_000_000
@@ -43,7 +43,7 @@ def layer_of(format: str, outputs: int, inputs: int) -> tuple[Callable[[Tensor],
         weight = interleaved(torch.randn(outputs, inputs).bfloat16(), 2)
         return lambda copy: linear(copy, None, None, inputs, outputs), weight
     if format == "INT8":
-        scale = rounded(torch.rand(outputs))
+        scale = pad_to_strip(torch.rand(outputs))
         weight = interleaved(torch.randint(0, 255, (outputs, inputs), dtype=torch.uint8), 4)
         return lambda copy: linear(copy, scale, None, inputs, outputs), weight
     size = BLOCK_SIZES[format]
