@@ -17,7 +17,8 @@ from torch import Tensor
 
 from draftproof.errors import ModelNotFound, UnsupportedModel
 from draftproof.gguf.blocks import dequantize
-from draftproof.gguf.families import FAMILIES, PARAMETERS, UNSHIFTED, Family
+from draftproof.gguf.families import FAMILIES
+from draftproof.gguf.family import PARAMETERS, UNSHIFTED, Family, per_layer
 from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.tokenizer import end_tokens
 
@@ -82,6 +83,10 @@ def model_of(file: GGUFFile) -> Model | None:
     return Model(config, tensors, [name for name in file.tensors if name not in used])
 
 
+_APART, _FUSED = "ffn_gate_exps.weight+ffn_up_exps.weight", "ffn_gate_up_exps.weight"
+"""What goes into the experts of a layer, in two tensors or, in some newer files, in one."""
+
+
 def _check_kind(file: GGUFFile) -> None:
     """Refuse files that are a part of a model or no language model."""
     kind = file.metadata.text("general.type", "model")
@@ -107,7 +112,7 @@ def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [family.architecture], "model_type": family.model_type,
         "vocab_size": _tensor(file, "token_embd.weight").shape[0], "hidden_size": hidden,
-        "intermediate_size": metadata.integer(f"{name}.feed_forward_length"),
+        "intermediate_size": _width(file),
         "num_hidden_layers": layer_count(file), "num_attention_heads": heads,
         "num_key_value_heads": key_heads, "head_dim": head_dim,
         "max_position_embeddings": metadata.integer(f"{name}.context_length"),
@@ -126,14 +131,26 @@ def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
     return config
 
 
+def _width(file: GGUFFile) -> int:
+    """Of the feed-forward part of the first layer; 0 where there are only experts."""
+    key = "feed_forward_length"
+    if f"{file.architecture}.{key}" not in file.metadata and file.metadata.get(
+            f"{file.architecture}.expert_count"):
+        return 0
+    return per_layer(file, key, 1)[0]
+
+
 def layer_count(file: GGUFFile) -> int:
     """Layers of the decoder; the file also counts those that predict further tokens."""
     name, metadata = file.architecture, file.metadata
-    count = metadata.integer(f"{name}.block_count")
-    count -= metadata.integer(f"{name}.nextn_predict_layers", 0)
+    count = metadata.integer(f"{name}.block_count") - _prediction_layers(file)
     if not 0 < count <= len(file.tensors):
         raise ModelNotFound(f"{file.path} has {count} layers by its metadata; fetch it again")
     return count
+
+
+def _prediction_layers(file: GGUFFile) -> int:
+    return file.metadata.integer(f"{file.architecture}.nextn_predict_layers", 0)
 
 
 def _hidden(file: GGUFFile) -> int:
@@ -154,36 +171,46 @@ def _tensors(
     yield family.norm[0], Stored(family.norm[1], shift=family.shift)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", Stored("output.weight")
+    for module, name in family.outside:
+        if f"{name}.weight" in file.tensors:
+            yield f"model.{module}.weight", Stored(f"{name}.weight")
+    for layer in range(config["num_hidden_layers"]):
+        yield from _layer(file, family, config, layer)
+
+
+def _layer(
+    file: GGUFFile, family: Family, config: dict[str, Any], layer: int
+) -> Iterator[tuple[str, Stored]]:
+    """Each tensor of a layer of the decoder."""
     heads = {"self_attn.q_proj": config["num_attention_heads"],
              "self_attn.k_proj": config["num_key_value_heads"]}  # fmt: skip
     restorers = {} if family.restorers is None else family.restorers(config)
-    for layer in range(config["num_hidden_layers"]):
-        modules = family.layer if family.layer_of is None else family.layer_of(file, layer)
-        for module, block in modules.items():
-            place, prefix = f"model.layers.{layer}.{module}", f"blk.{layer}."
-            restored = restorers.get(module)
-            if module.startswith(PARAMETERS):
-                first, _, second = block.partition("+")
-                names = [prefix + name for name in (first, second) if name]
-                for name in names:
-                    _tensor(file, name)
-                yield place, Stored(
-                    names[0], joined=names[1] if second else "", restored=restored
-                )
+    modules = family.layer if family.layer_of is None else family.layer_of(file, layer)
+    for module, block in modules.items():
+        place, prefix = f"model.layers.{layer}.{module}", f"blk.{layer}."
+        restored = restorers.get(module)
+        if module.startswith(PARAMETERS):
+            if block == _APART and f"{prefix}{_FUSED}" in file.tensors:
+                block = _FUSED
+            first, _, second = block.partition("+")
+            names = [prefix + name for name in (first, second) if name]
+            for name in names:
+                _tensor(file, name)
+            yield place, Stored(names[0], joined=names[1] if second else "", restored=restored)
+            continue
+        block, _, second = block.partition("+")
+        joined = f"{prefix}{second}.weight" if second else ""
+        for kind in ("weight", "bias"):
+            name = f"{prefix}{block}.{kind}"
+            if kind == "weight":
+                _tensor(file, name)
+            elif name not in file.tensors:
                 continue
-            block, _, second = block.partition("+")
-            joined = f"{prefix}{second}.weight" if second else ""
-            for kind in ("weight", "bias"):
-                name = f"{prefix}{block}.{kind}"
-                if kind == "weight":
-                    _tensor(file, name)
-                elif name not in file.tensors:
-                    continue
-                is_shifted = module.endswith("norm") and module not in UNSHIFTED
-                yield f"{place}.{kind}", Stored(
-                    name, heads.get(module, 0) if family.permuted else 0,
-                    family.shift if is_shifted and kind == "weight" else 0.0, joined, restored,
-                )  # fmt: skip
+            is_shifted = module.endswith("norm") and module not in UNSHIFTED
+            yield f"{place}.{kind}", Stored(
+                name, heads.get(module, 0) if family.permuted else 0,
+                family.shift if is_shifted and kind == "weight" else 0.0, joined, restored,
+            )  # fmt: skip
 
 
 def paired_rows(rows: int, heads: int) -> Tensor:

@@ -35,7 +35,7 @@ def numbers_of(file: GGUFFile, stored: Stored, dtype: torch.dtype = torch.float3
     second = file.tensors[stored.joined] if stored.joined else None
     if stored.restored is not None:
         parts = [tensor] if second is None else [tensor, second]
-        return stored.restored(*map(dequantize, parts)).to(dtype)
+        return stored.restored(*map(dequantize, parts)).to(dtype).contiguous()
     if second is not None:                              # outputs are the last but one axis
         return torch.cat([dequantize(tensor, dtype), dequantize(second, dtype)], -2)
     if len(tensor.shape) > 1 and not stored.shift:
