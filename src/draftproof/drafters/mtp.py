@@ -7,8 +7,9 @@ h_t is the target's last state, after its final norm; after a drafted token it i
 before. One layer drafts again and again; where there are several, layer k drafts token k alone,
 from the states of layer k - 1. Embeddings and head are the target's.
 
-The layers are in the target's own checkpoint, or in a folder or file of their own: quantised and
-converted models have often lost theirs. They are of the class of the target's own layers.
+The layers are in the target's own checkpoint or GGUF file, or in a folder or file of their own:
+quantised and converted models have often lost theirs. They are of the class of the target's own
+layers.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ def load(target: Target) -> PairDrafter | SeveralLayers:
         ModelNotFound: There is none.
         DrafterMismatch: It is not fully known here.
     """
-    folder, name = checkpoint_folder(target.model), f"the multi-token prediction of {target.name}"
-    files, depth = weight_files.all_files(folder), layer_count(target.model)
+    name, depth = f"the multi-token prediction of {target.name}", layer_count(target.model)
+    files, settings = _own_files(target)
     pairs = ((layout, _named(layout, files, depth)) for layout in LAYOUTS)
     layout, names = next((pair for pair in pairs if pair[1]), (LAYOUTS[0], {}))
     if not names:
@@ -160,11 +161,19 @@ def load(target: Target) -> PairDrafter | SeveralLayers:
             f"{target.name} has no layers for multi-token prediction that are known here; name "
             "another drafter, or the folder that holds them"
         )
-    settings = weight_files.read_settings(folder)
-    settings = {**settings, **(settings.get("text_config") or {})}
     stated = {key: value for key, value in settings.items() if "mtp" in key}
     refuse_unknown(stated, COUNTS, name)
     return _made(layout, names, files, settings, target, name)
+
+
+def _own_files(target: Target) -> tuple[dict[str, Path], dict[str, Any]]:
+    """The file of each tensor in a target's own checkpoint, and the checkpoint's settings."""
+    path = Path(str(target.model.config.name_or_path))
+    if path.suffix.lower() == weight_files.GGUF and path.is_file():
+        return dict.fromkeys(weight_files.names_in(path), path), {}
+    folder = checkpoint_folder(target.model)
+    settings = weight_files.read_settings(folder)
+    return weight_files.all_files(folder), {**settings, **(settings.get("text_config") or {})}
 
 
 def load_alone(source: Checkpoint, target: Vocabulary) -> PairDrafter | SeveralLayers:
@@ -249,7 +258,9 @@ def _without_copies(
         read = {"own": names[ours]} | ({"model": table} if table else {})
         tensors = weight_files.read_tensors(read, files)
         stated = tensors["own"]
-        if table is not None:
+        if table is not None and files[table].suffix.lower() == weight_files.GGUF:
+            same = _alike(tensors["model"], stated)
+        elif table is not None:
             same = torch.equal(tensors["model"], stated)
         else:
             rows = torch.linspace(0, min(len(stated), target.vocab_size) - 1, 64,
@@ -263,6 +274,13 @@ def _without_copies(
                 f"{name} has {key} of its own, which differs from the model's; it is not loaded"
             )
     return {ours: theirs for ours, theirs in names.items() if ours not in shared}
+
+
+def _alike(table: Tensor, copy: Tensor) -> bool:
+    """Whether two tables are one, quantised to different block types."""
+    if table.shape != copy.shape:
+        return False
+    return bool(torch.cosine_similarity(table, copy, dim=-1).median() > 0.9)
 
 
 def _must_describe(settings: Mapping[str, Any], target: Vocabulary, name: str) -> None:

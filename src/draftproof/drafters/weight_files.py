@@ -1,7 +1,8 @@
 """Files of tensors and settings: read lazily, written so that a crash leaves nothing half made.
 
 Weights come from .safetensors, in shards or not, and else from .pt and .bin, never running what a
-pickle says. Knows files, nothing of heads.
+pickle says; those of a GGUF file are named as in the checkpoint that it was made of. Knows files,
+nothing of heads.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftproof.errors import DrafterMismatch, ModelNotFound, first_line
+from draftproof.gguf.config import model_of
+from draftproof.gguf.file import GGUFFile
+from draftproof.gguf.weights import numbers_of
 
 CONFIG = "config.json"
+GGUF = ".gguf"
 TRAINING_FILES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "state")
 """Beginnings of .pt and .bin files that hold the state of a training run."""
 BROKEN = (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError)
@@ -119,6 +124,11 @@ def tensor_files(folder: Path, files: list[Path]) -> dict[str, Path]:
     return where
 
 
+def names_in(file: Path) -> list[str]:
+    """The names of the tensors in one file."""
+    return [*_opened(file, None)]
+
+
 def read_tensors(names: Mapping[str, str], files: Mapping[str, Path]) -> dict[str, Tensor]:
     """The tensors called `names.values()` in their `files`, by the keys of `names`."""
     read = dict[str, Tensor]()
@@ -148,6 +158,8 @@ def read_file(file: Path) -> dict[str, Tensor]:
 
 def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
     """The tensors of these names in a file; None: all names, without values where that is cheap."""
+    if file.suffix.lower() == GGUF:
+        return _in_gguf(file, wanted)
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as opened:
@@ -163,6 +175,16 @@ def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
     if wanted is None:
         return tensors
     return {name: tensors[name].clone() for name in wanted}         # lest the file stay mapped
+
+
+def _in_gguf(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
+    """Tensors of a model and of its layers for prediction, by their Hugging Face names."""
+    opened = GGUFFile.open(file)
+    model = model_of(opened)
+    stored = {**model.tensors, **model.prediction} if model is not None else {}
+    if wanted is None:
+        return dict.fromkeys(stored, torch.empty(0, dtype=torch.float32))
+    return {name: numbers_of(opened, stored[name]) for name in wanted}
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], name: str) -> None:

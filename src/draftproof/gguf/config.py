@@ -50,12 +50,15 @@ class Model(NamedTuple):
     Attributes:
         config: A configuration as in config.json.
         tensors: Every tensor that the model has, by its name in Hugging Face's checkpoints.
-        unused: Tensors of the file that the model does not read.
+        unused: Tensors of the file that neither the model nor a drafter reads.
+        prediction: The tensors of layers for multi-token prediction, which follow those of the
+            model, by the names that DeepSeek-V3's checkpoint gives them.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Stored]
     unused: list[str]
+    prediction: dict[str, Stored]
 
 
 def model_of(file: GGUFFile) -> Model | None:
@@ -78,13 +81,20 @@ def model_of(file: GGUFFile) -> Model | None:
     if family.more is not None:
         family.more(file, config)
     tensors = dict(_tensors(file, family, config))
-    used = {name for stored in tensors.values() for name in (stored.name, stored.joined)}
-    used |= ROPE_FACTORS
-    return Model(config, tensors, [name for name in file.tensors if name not in used])
+    prediction = _prediction(file, family, config)
+    read = [*tensors.values(), *prediction.values()]
+    used = {name for stored in read for name in (stored.name, stored.joined)} | ROPE_FACTORS
+    unused = [name for name in file.tensors if name not in used]
+    return Model(config, tensors, unused, prediction)
 
 
 _APART, _FUSED = "ffn_gate_exps.weight+ffn_up_exps.weight", "ffn_gate_up_exps.weight"
 """What goes into the experts of a layer, in two tensors or, in some newer files, in one."""
+_ENDS = {
+    "eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "embed_tokens": "embed_tokens",
+    "shared_head.norm": "shared_head_norm", "shared_head.head": "shared_head_head",
+}  # fmt: skip
+"""What is around a layer for multi-token prediction, in a checkpoint and in a file."""
 
 
 def _check_kind(file: GGUFFile) -> None:
@@ -211,6 +221,33 @@ def _layer(
                 name, heads.get(module, 0) if family.permuted else 0,
                 family.shift if is_shifted and kind == "weight" else 0.0, joined, restored,
             )  # fmt: skip
+
+
+def _prediction(file: GGUFFile, family: Family, config: dict[str, Any]) -> dict[str, Stored]:
+    """The tensors of the layers for multi-token prediction; none if the file was made without, or
+    has them in another form. The model does not need them."""
+    if f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight" not in file.tensors:
+        return {}
+    try:
+        return dict(_predicting(file, family, config))
+    except ModelNotFound:
+        return {}
+
+
+def _predicting(
+    file: GGUFFile, family: Family, config: dict[str, Any]
+) -> Iterator[tuple[str, Stored]]:
+    first = config["num_hidden_layers"]
+    for layer in range(first, first + _prediction_layers(file)):
+        yield from _layer(file, family, config, layer)
+        for module, block in _ENDS.items():
+            name = f"blk.{layer}.nextn.{block}.weight"
+            shift = family.shift if module.endswith("norm") else 0.0
+            if name in file.tensors:
+                yield f"model.layers.{layer}.{module}.weight", Stored(name, shift=shift)
+            elif module == "shared_head.norm" and layer == first:       # llama.cpp's rule
+                last = family.norm[1]
+                yield f"model.layers.{layer}.{module}.weight", Stored(last, shift=shift)
 
 
 def paired_rows(rows: int, heads: int) -> Tensor:
