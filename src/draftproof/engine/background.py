@@ -12,13 +12,14 @@ from draftproof.engine.scheduler import Scheduler
 from draftproof.requests.request import Request, Update
 
 IDLE_SECONDS = 5.0
-"""The thread ends when there was nothing to do for so long, and lets go of its engine."""
+"""Idle seconds after which the thread ends and releases its engine."""
 
 
 class Background:
-    """Steps schedulers in turn, in one thread, which owns torch meanwhile.
+    """Steps schedulers in turn, in one thread that does all the computing.
 
-    If a step fails, what ran in it ends with the error, and the next step goes on with the rest.
+    If a step fails, its running requests end with the error, and the next step continues with the
+    others.
 
     Args:
         on_step: Called with the updates of each step, in that thread.
@@ -31,7 +32,7 @@ class Background:
         self._thread: threading.Thread | None = None
 
     def add(self, scheduler: Scheduler, request: Request) -> None:
-        """Queue a request with a scheduler, which is stepped from now on.
+        """Queue a request with a scheduler, and step this scheduler from now on.
 
         Raises:
             BadInput: The scheduler refuses the request.
@@ -46,7 +47,7 @@ class Background:
             self._awake.notify()
 
     def remove(self, scheduler: Scheduler) -> None:
-        """Step a scheduler no more, and let go of it."""
+        """Stop stepping a scheduler, and release it."""
         with self._awake:
             if scheduler in self._schedulers:
                 self._schedulers.remove(scheduler)
@@ -65,13 +66,13 @@ class Background:
                 self._step(known)
 
     def _step(self, known: weakref.ref[Scheduler]) -> None:
-        """Step a scheduler, if it was not removed meanwhile and has work."""
+        """Step a scheduler if it has work and was not removed in the meantime."""
         scheduler = known()
         if scheduler is None or not scheduler.has_unfinished_requests():
             return
         try:
             updates = scheduler.step()
-        except Exception as error:                      # whatever it is, the other requests go on
+        except Exception as error:                      # any error: the other requests go on
             updates = scheduler.fail(error)
         if updates:
             self.on_step(updates)
@@ -80,12 +81,12 @@ class Background:
 async def updates_of(
     request: Request, scheduler: Scheduler, background: Background
 ) -> AsyncGenerator[Update, None]:
-    """Run a request of one sample; its updates, as they come. Leaving aborts it."""
+    """Run a request of one sample and yield its updates. Leaving the loop aborts it."""
     updates: asyncio.Queue[Update] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def publish(update: Update) -> None:
-        with suppress(RuntimeError):                            # the loop is closed
+        with suppress(RuntimeError):                            # the event loop is closed
             loop.call_soon_threadsafe(updates.put_nowait, update)
 
     request.on_update = publish

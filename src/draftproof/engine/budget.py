@@ -1,7 +1,8 @@
-"""How much to draft in a round: a fixed number, or one that follows what drafting costs and gives.
+"""How much to draft in a round: a fixed number, or one that follows measured costs and gains.
 
-What drafting loses is a debt in plain steps, which its gains and a share of plain decoding's time
-repay. It stops where the debt reaches a limit, and what does not seem to pay waits for no debt.
+Time lost by drafting is a debt, counted in plain steps. Gains repay it, and so does a share of
+plain decoding's time. Drafting stops when the debt reaches a limit; a size that is not expected to
+pay is tried only without debt.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
 from draftproof.requests.stats import Round, State
 
-DEBT = 3.0          # plain steps that may be lost,
-CREDIT = 12.0       # and of those that were gained before, how many may be lost again,
-RATE = 0.01         # and the share of plain decoding's time that repays them
-KEPT = 0.98         # what is left of counts after a draft
-POOL = 4.0          # rounds that the prior of a node's acceptance counts for
-MEMORY = 16         # rounds over which seconds are averaged, and for which it rests
+DEBT = 3.0          # plain steps that may be lost
+CREDIT = 12.0       # earlier gains, in plain steps, that may be lost again
+RATE = 0.01         # share of plain decoding's time that repays the debt
+KEPT = 0.98         # decay of counts per draft
+POOL = 4.0          # weight of the prior of a node's acceptance, in rounds
+MEMORY = 16         # rounds that seconds are averaged over, and of a cooldown
 STALE = 128         # rounds without a plain one after which a plain round is measured again
-NEW = 3             # rounds of a size that may have to warm up
-SPREAD = 1.25       # how far rounds of one size differ on a machine that stays as fast as it is
-RECENT = 8          # rounds that say how fast it is,
-CONFIRM = 3         # and plain ones that refute it
-CATCH_UP = 8        # more unread tokens per row than this have a cost of their own
+NEW = 3             # first rounds of a size, which may include warm-up
+SPREAD = 1.25       # normal variation of rounds of one size, as a factor
+RECENT = 8          # rounds that show how fast the machine is
+CONFIRM = 3         # plain rounds that can refute a change of its speed
+CATCH_UP = 8        # more unread tokens per row than this are charged separately
 
 
 class Budget(ABC):
@@ -57,17 +58,17 @@ class Budget(ABC):
 
     @abstractmethod
     def choose(self, state: State) -> int:
-        """Draft tokens per row of the coming round.
+        """Choose the number of draft tokens per row for the next round.
 
         Args:
-            state: What is known before the round.
+            state: The batch before the round.
 
         Returns:
             Nodes to draft per row; 0 for none.
         """
 
     def at_most(self, count: int) -> int:
-        """The nearest size that it chooses from.
+        """The largest size within a limit, among those it chooses from.
 
         Args:
             count: Draft tokens per row.
@@ -78,10 +79,10 @@ class Budget(ABC):
         return count
 
     def record(self, done: Round) -> None:
-        """The round that was chosen is over. Default: nothing is learned.
+        """Learn from the round that `choose` was called for. Default: nothing.
 
         Args:
-            done: What the round drafted, accepted and took.
+            done: Its draft size, accepted nodes and seconds.
         """
 
 
@@ -100,7 +101,8 @@ class Fixed(Budget):
 
 
 class Costs:
-    """Average seconds of rounds by index of size; what is not measured is relative to `like`."""
+    """Average seconds of a round, by index of its size. Sizes without measurements are scaled from
+    `like`."""
 
     def __init__(self, sizes: Sequence[int], like: Costs | None = None) -> None:
         self.sizes, self.like, self.since_plain = sizes, like, 0
@@ -109,8 +111,10 @@ class Costs:
         self.doubts: list[float] | None = None                  # plain rounds while drafts are odd
 
     def add(self, index: int, seconds: float) -> None:
-        """The first rounds of a size are believed to take twice as long as supposed only the second
-        time in a row; later ones count for little more than what is known, as they may stall."""
+        """Add the seconds of one round.
+
+        In the first rounds of a size, more than twice the expected time counts only if it happens
+        twice in a row. Later, outliers are capped near the known time, since they may be stalls."""
         known = self.mean[index] or (self.estimate(index) if self.mean[0] else seconds)
         new = self.seen[index] < NEW
         late, drafted = new and seconds > 2 * known, index > 0
@@ -122,15 +126,15 @@ class Costs:
         rounds = 1 if sudden else min(self.seen[index], MEMORY if index else MEMORY // 4)
         seconds = min(seconds, (2 if new else SPREAD) * known)
         self.mean[index] += (seconds - self.mean[index]) / rounds
-        self.mean[0] = min(self.mean[0], self.mean[index])      # to draft more is never cheaper
+        self.mean[0] = min(self.mean[0], self.mean[index])      # a plain round is the cheapest
         if index == 0 and self.like is not None and self.seen[0] == 2:
             factor = self.mean[0] / self.like.mean[0]
             pairs = zip(self.mean, self.like.mean, strict=True)
             self.mean = [mine or theirs * factor for mine, theirs in pairs]
 
     def estimate(self, index: int) -> float:
-        """Seconds of a round: measured, or on the line through the nearest drafts that were; what
-        the first node costs is half to draft at all, unless the second is measured."""
+        """Seconds of a round: measured, or extrapolated from the nearest measured sizes. If only
+        one draft size is measured, half of its extra cost counts as the fixed cost of drafting."""
         if self.mean[index]:
             return self.mean[index]
         known = [pair for pair in zip(self.sizes, self.mean, strict=True) if pair[1]]
@@ -160,12 +164,12 @@ class Adaptive(Budget):
         self.max_draft_tokens, self.min_confidence = max_draft_tokens, min_confidence
         self.limit, self.rate = debt, rate
         self.sizes = tuple(sizes) if sizes is not None else presets(max_draft_tokens)
-        self.widths = [high - low for low, high in pairwise(self.sizes)]    # nodes a size adds
+        self.widths = [high - low for low, high in pairwise(self.sizes)]    # nodes added
         self.accepted, self.offered = [0.0] * len(self.widths), [0.0] * len(self.widths)
-        self.hits, self.tries, self.chain = 0.0, 0.0, True    # of all nodes; only chains so far
+        self.hits, self.tries, self.chain = 0.0, 0.0, True    # over all nodes; only chains so far
         self.costs: dict[tuple[int, int], Costs] = {}           # by rows and context
         self.now, self.unread = Costs(self.sizes), 0            # of the coming round
-        self.ratios = deque([1.0] * RECENT, RECENT)             # of rounds, to the costs known
+        self.ratios = deque([1.0] * RECENT, RECENT)             # seconds of rounds / known seconds
         self.debt, self.repayment = 0.0, rate                   # plain steps; per plain step
         self.per_unread = 0.0                                   # seconds per token caught up
         self.catch_up_cost = 0.0                                # the same in plain steps, in all
@@ -193,7 +197,8 @@ class Adaptive(Budget):
         return 0
 
     def _best(self, left: float) -> tuple[float, int]:
-        """Seconds per token of the best size, and that; of those at most twice a measured one."""
+        """Seconds per token of the best size, and this size. Sizes more than twice as large as any
+        measured one are not considered."""
         known = max(compress(self.sizes, self.now.mean))
         return min(
             (self.now.estimate(index) / min(tokens, left), size)
@@ -202,8 +207,10 @@ class Adaptive(Budget):
         )
 
     def _tokens(self) -> list[float]:
-        """Tokens per row of a round of each size, by how often nodes of each number were accepted;
-        for numbers seldom drafted that falls geometrically (chains) or as 1 / number."""
+        """Expected tokens per row for each size, from how often the nodes that it adds were
+        accepted.
+        For nodes seldom drafted, acceptance is assumed to fall geometrically (chains) or as
+        1 / number (trees)."""
         ratio, chance, before, total = (self.hits + 2) / (self.tries + 3), 1.0, 0.0, [1.0]
         for size, width, accepted, offered in zip(self.sizes, self.widths, self.accepted,
                                                   self.offered, strict=False):
@@ -238,17 +245,17 @@ class Adaptive(Budget):
             now.add(index, done.seconds)
         steps = now.estimate(index) / now.mean[0] if index else 1.0
         debt = self.debt + steps - (1 + self.repayment) * done.emitted / done.rows
-        self.debt = max(-CREDIT, min(CREDIT, debt))             # a machine may have stood still
+        self.debt = max(-CREDIT, min(CREDIT, debt))             # the machine may have stalled
 
     def _follow_machine(self, index: int, seconds: float) -> bool:
         """Scale all costs when rounds of all sizes become slower or faster.
 
-        A stall lengthens one round, a busy machine all of them: the second shortest of the last
-        rounds, each next to what is known of its size, met no stall. Where drafts say that the
-        machine has changed, plain rounds must not deny it, or drafts alone have changed.
+        A stall lengthens one round, a busy machine all of them. So the change is the second
+        smallest ratio of the last rounds to their known seconds. If drafted rounds show a change,
+        plain rounds must confirm it; otherwise only the drafts have changed.
 
         Returns:
-            Whether the round tells what its size costs.
+            Whether the round counts as a measurement of its size.
         """
         now = self.now
         if now.seen[index] < NEW or not seconds:
@@ -259,7 +266,7 @@ class Adaptive(Budget):
             if _alike(ratio):
                 now.doubts, now.since_plain = None, 0
                 return True
-            if len(now.doubts) == CONFIRM:                      # it was the drafts alone
+            if len(now.doubts) == CONFIRM:                      # only the drafts have changed
                 now.mean[0] *= sorted(now.doubts)[CONFIRM // 2]
                 now.doubts, now.since_plain = None, 0
             return False
@@ -275,7 +282,7 @@ class Adaptive(Budget):
         return True
 
     def _count(self, done: Round) -> None:
-        """Which nodes were accepted, by the size that added them."""
+        """Count the accepted nodes, by the size that added them."""
         self.accepted = [KEPT * count for count in self.accepted]
         self.offered = [KEPT * count + done.rows * (done.size > below)
                         for count, below in zip(self.offered, self.sizes, strict=False)]
@@ -287,7 +294,7 @@ class Adaptive(Budget):
 
 
 def _alike(ratio: float) -> bool:
-    """Whether rounds are about as long as those that are known."""
+    """Whether rounds take about as long as before."""
     return 1 / SPREAD < ratio < SPREAD
 
 

@@ -1,6 +1,6 @@
-"""The decoder: where target, drafter, cache and sequences meet, once a round.
+"""The decoder: target, drafter, cache and sequences meet here, once per round.
 
-Knows no drafting method by name.
+It knows no drafting method by name.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from draftproof.requests.sequence import SequenceState
 from draftproof.requests.stats import Clock, Round, State
 
 Watch = Callable[[TokenTree, list[list[str]], Sequence[SequenceState], Sequence[RowOutput]], None]
-"""Told each round what was verified, who drafted each node, and what each row accepted of it."""
+"""Called in each round with the verified tree, who drafted each node, the rows, and what each
+accepted."""
 
 
 class Decoder:
     """A running batch of at most `rows` rows of at most `capacity` tokens, scratch included.
 
-    `prefill` and `read` read prompts, `step` is one round for every running row; finished rows
-    leave by themselves, `retire` has those leave that the caller ended. ops: None takes those of
-    the target's device. prefixes: what prompts may begin with, unread. watch: may be set to see
-    drafts. sampler: makes what chooses tokens, from what the running rows ask for.
+    `prefill` and `read` read prompts; `step` is one round for all running rows. Finished rows leave
+    by themselves; `retire` removes rows that the caller has ended.
+
+    ops: None takes those of the target's device. prefixes: beginnings of prompts that need not be
+    read again. watch: set it to see drafts. sampler: the class that draws tokens for the running
+    rows.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Decoder:
         done = self._deliver(frontier, tree, reading, commit, accepted)
         seconds = time.perf_counter() - start
         self.clock.add_round(drafted - start + observed - kept, verified - drafted, seconds)
-        # what is forced says nothing of what the drafter's own tokens are worth
+        # forced tokens say nothing about the drafter's own
         if not self.forced:
             self.budget.record(done._replace(seconds=seconds))
         if self.chunks is not None:
@@ -98,9 +101,9 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, groups: Sequence[Samples], *, elsewhere: bool = False) -> Prefill:
-        """Begin to read the prompts of these samples, for `read` to go on with.
+        """Begin to read the prompts of these samples; `read` continues.
 
-        elsewhere: into a cache of its own, so that rows may come and go meanwhile.
+        elsewhere: use a separate cache, so that rows may come and go in the meantime.
         """
         if not elsewhere:
             self.batch.drop_padding()
@@ -111,10 +114,10 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, prefill: Prefill) -> bool:
-        """Read the next chunk of prompts; after the last, start their samples and return True.
+        """Read the next chunk of prompts. After the last one, start their samples and return True.
 
-        While texts run, a chunk takes about as long as a round, and a long prompt joins them in a
-        step of its own."""
+        While other texts run, a chunk takes about as long as a round, and a long prompt joins them
+        in a step of its own."""
         evenly = self.chunks if prefill.apart and self.batch.running else None
         with self.clock.prefill:
             joins: bool = prefill.finished
@@ -132,7 +135,7 @@ class Decoder:
         return joins
 
     def refresh(self) -> None:
-        """Take up weights that changed; to be called where nothing runs."""
+        """Use changed weights from now on. Call it only while nothing runs."""
         target, prefixes = self.target, self.prompts.prefixes
         if target.group.is_single:
             target.refresh()
@@ -140,23 +143,23 @@ class Decoder:
             prefixes.belong_to(target.weights_version)
 
     def _forced(self) -> list[list[int]]:
-        """Of each row, what its grammar forces; empty where no row is forced to anything."""
+        """For each row, the tokens that its grammar forces; empty if no row has any."""
         if not self.budget.max_draft_tokens or self.batch.shapes.closed:
             return []
         return forced_tokens(self.batch.running, self.budget.max_draft_tokens)
 
     def _frontier(self) -> Frontier:
-        """Where rows stand, and how much may be drafted.
+        """The state of each row, and how much may be drafted.
 
-        Where a draft may end early, rows of a batch share what they may draft together; a row may
-        have two tokens more than they have on average, or half as many again.
+        If drafts may end early, rows share the draft tokens of the batch: a row may have two more
+        than the average, or half as many again.
         """
         rows, nodes, row_limit = self.batch.running, 0, 0
         longest = remaining = 0
         for row in rows:
             longest = max(longest, len(row.prompt) + len(row.tokens))
             remaining += row.limit - len(row.tokens)
-        # a row that is forced needs no drafter, and one with a cache reads no other's tokens
+        # rows with forced tokens need no drafter; one with a KV cache reads only its own tokens
         forced = self.forced and (all(self.forced) or self.drafter.has_kv_cache)
         if self.budget.max_draft_tokens and not self.budget.cooldown and not forced:
             unread = self.drafter.unread(len(self.batch.pending))
@@ -174,15 +177,14 @@ class Decoder:
             self.target.reads_trees, min_confidence, row_limit, self.batch.view)
 
     def _within_chunk(self, nodes: int) -> int:
-        """How many of so many nodes a round drafts if a chunk of a prompt came before it."""
+        """The number of nodes to draft: at most `nodes`, and fewer after a chunk of a prompt."""
         if self.chunks is None or not self.chunks.pending:
             return nodes
         most = self.chunks.most_drafts(len(self.batch.running))
         return self.budget.at_most(min(nodes, most))
 
     def _draft(self, frontier: Frontier) -> TokenTree:
-        """What is forced, and the drafter's proposal, of which no more is read than the budget
-        says; checked."""
+        """Forced tokens and the drafter's proposal, checked and cut to the budget."""
         if not (frontier.max_draft_tokens or self.forced):
             return TokenTree.chain(frontier.prefix.root[:, None])
         tree = self._proposal(frontier)
@@ -206,7 +208,7 @@ class Decoder:
         return tree.within_budget(most) if drafted > most and ranked is None else tree
 
     def _check(self, tree: TokenTree, rows: int) -> None:
-        """Refuse what is no tree; where numbers cannot be looked at, by its form alone."""
+        """Raise if this is not a valid tree. On devices only its form is checked."""
         if not (tree.is_chain or self.target.reads_trees):
             raise DrafterMismatch(
                 f"{self.target.name} cannot read trees exactly; draft chains for it"
@@ -224,7 +226,7 @@ class Decoder:
     def _observe(
         self, frontier: Frontier, tree: TokenTree, reading: Reading, accepted: Accepted
     ) -> Commit:
-        """What became true of the rows; the drafter is told."""
+        """The commit of the round, which the drafter observes."""
         top = self.drafter.top_k_needed * (not self.budget.cooldown)
         commit = Commit.of(self.batch.row_ids, tree, reading, accepted, top, self.ops)
         self.batch.notify_drafter(commit, frontier.max_draft_tokens == 0 and not self.forced)
@@ -234,7 +236,7 @@ class Decoder:
         self, frontier: Frontier, tree: TokenTree, reading: Reading, commit: Commit | None,
         accepted: Accepted,
     ) -> Round:  # fmt: skip
-        """Text, stop rules and statistics of every row, from one copy to the host."""
+        """Update text, stop rules and statistics of every row, with one copy to the host."""
         batch, position = self.batch, frontier.prefix.position
         tokens = commit.tokens if commit is not None else tree.tokens
         if commit is None and not tree.is_chain:
@@ -249,7 +251,7 @@ class Decoder:
             alone = self.forced and not frontier.max_draft_tokens
             by = forced if alone else self.drafter.drafted_by(tree)
             self.watch(tree, by, batch.running, outputs)
-        for place, (row, out) in enumerate(zip(batch.running, outputs, strict=False)):  # + padding
+        for place, (row, out) in enumerate(zip(batch.running, outputs, strict=False)):  # no padding
             path = out.path[1:]
             nodes += path if ranks is None else [ranks[place][node] for node in path]
             chosen = out.tokens if out.tokens[-1] != NO_TOKEN else out.tokens[:-1]
@@ -267,14 +269,14 @@ class Decoder:
         return Round(frontier.max_draft_tokens, len(batch.running), nodes, total, 0.0, chain)
 
     def _start(self, groups: Sequence[Samples], logits: Tensor) -> None:
-        """Start samples whose prompts were read, by the logits [b, 1, V] at their ends."""
+        """Start samples whose prompts were read; logits [b, 1, V] follow the prompts."""
         first = len(self.batch.running)
         self.batch.add(groups)
         copies = [place for place, samples in enumerate(groups) for _ in samples]
         self._choose_first(first, logits[copies])
 
     def _choose_first(self, first: int, logits: Tensor) -> None:
-        """The roots of the rows from `first` on: the target's choice by [b, 1, V]."""
+        """Choose the roots of the rows from `first` on, by logits [b, 1, V]."""
         batch, new = self.batch, self.batch.running[first:]
         last = batch.view.lengths[first:] - 1
         prefix = Prefix(batch.text[first : first + len(new)], last)
@@ -292,7 +294,7 @@ class Decoder:
                 row.extend(out.tokens, out.logprobs, (), out.top)
 
     def retire(self) -> None:
-        """Let ended rows go; what they hold may be the beginning of a prompt to come."""
+        """Remove ended rows. Their text is kept as a possible beginning of later prompts."""
         ended = list[tuple[int, SequenceState]]()
         for place, row in enumerate(self.batch.running):
             if row.finish_reason is not None:
@@ -311,7 +313,7 @@ class Decoder:
             self.batch.retire()
 
     def _fail(self, place: int, logits: Tensor) -> None:
-        """What broke a row may be NaN in the caches, which passes masks."""
+        """End a row that has no next token. NaN in caches would pass masks, so they are cleared."""
         self.batch.fail(place, logits)
         if self.prompts.prompt_cache is not None:
             self.prompts.prompt_cache.clear()

@@ -1,4 +1,4 @@
-"""The engine: prompts in, completions out. Owns target, drafter, rule and budget."""
+"""The engine: prompts in, completions out. It owns target, drafter, rule and budget."""
 
 from __future__ import annotations
 
@@ -40,38 +40,38 @@ from draftproof.requests.stats import RoundStats
 from draftproof.tokenizer.codec import Codec
 
 Chunk = Update
-"""What `stream` yields, under its earlier name."""
+"""The former name of what `stream` yields."""
 
-if hasattr(os, "register_at_fork"):     # a forked process lacks the threads torch would wait for
+if hasattr(os, "register_at_fork"):      # a forked process lacks threads that torch waits for
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 class Engine:
-    """Writes text with a target and a drafter: the text that the target would have written alone.
+    """Writes the text that the target would write alone, faster.
 
     Calls may run at the same time, also from several threads.
 
     Args:
-        target: The model, as the decoder sees it.
-        drafter: What drafts; None decodes plainly.
-        codec: The tokenizer; needed for text prompts and stop strings, token ids do without.
+        target: The model whose text is written.
+        drafter: The drafter; None decodes plainly.
+        codec: The tokenizer; needed for text prompts and stop strings, but not for token ids.
         acceptance: "match" (default: the same text with any drafter), "rejection" or "block" (the
             same distribution); or a `Rule` of your own.
         lossy: A `Typical`, or True for its defaults: text that is *not* what the target alone would
-            write; how far it strays is in `RoundStats.distance_per_token`. It depends on the
-            drafts, so unless a budget is given as many are drafted in every round: one seed gives
-            one text.
-        budget: Draft tokens per row and round, always so many, or a `Budget`; None measures what
-            pays (`Adaptive`), up to the drafter's default. What it learns stays with the engine.
-        sampling: Defaults for calls that name none.
-        stop_tokens: End tokens of requests that name none.
-        shapes: `ShapePolicy(closed=True)` takes the sizes of a batch from a small set; None leaves
-            it to the device.
+            write; `RoundStats.distance_per_token` measures the distance. The text depends on the
+            drafts, so unless a budget is given, each round drafts the same number: one seed then
+            gives one text.
+        budget: A fixed number of draft tokens per row and round, or a `Budget`. None measures what
+            pays (`Adaptive`), up to the drafter's `max_draft_tokens`; it belongs to the engine.
+        sampling: Defaults for calls without `sampling`.
+        stop_tokens: End tokens of requests without any.
+        shapes: `ShapePolicy(closed=True)` takes all shapes from a small set; None: as the device
+            needs it.
         sampler: The class that draws tokens: `Sampler`, or one derived from it with another source
             of random numbers.
 
     Attributes:
-        stats: Of all calls together.
+        stats: Statistics of all calls together.
 
     Example:
         >>> engine = dp.load("demo", assistant_model="demo-draft")
@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def requests(self) -> RequestReader:
-        """What checks prompts and sampling parameters."""
+        """Checks prompts and sampling parameters."""
         if self.target.is_encoder_decoder:
             from draftproof.requests.source_reader import SourceReader
 
@@ -122,7 +122,8 @@ class Engine:
 
     @cached_property
     def scheduler(self) -> Scheduler:
-        """Of the requests of `add_request` and `astream`; may be set to one of `new_scheduler`."""
+        """Runs the requests of `add_request` and `astream`; may be set to one of
+        `new_scheduler`."""
         return self.new_scheduler(interleave=True)
 
     @cached_property
@@ -151,7 +152,7 @@ class Engine:
     def as_completed(
         self, prompts: Prompt | Sequence[Prompt], **options: Unpack[Options]
     ) -> Iterator[Completion]:
-        """As `generate`, but each completion comes as soon as it is finished.
+        """Like `generate`, but yields each completion as soon as it is finished.
 
         Args:
             prompts: As for `generate`.
@@ -190,7 +191,7 @@ class Engine:
     def stream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
     ) -> Generator[Update, None, None]:
-        """Complete one prompt, an update per round; the last carries the completion.
+        """Complete one prompt and yield an update per round; the last has the completion.
 
         Args:
             prompt: As for `generate`.
@@ -198,7 +199,7 @@ class Engine:
             sampling: None takes the engine's defaults.
 
         Yields:
-            What each step brought.
+            The update of each step.
 
         Raises:
             BadInput: The request cannot be honoured; nothing has run.
@@ -209,9 +210,9 @@ class Engine:
     async def astream(
         self, prompt: Prompt, *, max_new_tokens: int | None = None, sampling: Sampling | None = None
     ) -> AsyncIterator[Update]:
-        """As `stream`, for asyncio: any number of them run side by side, in a thread of the engine.
+        """Like `stream`, for asyncio: any number run side by side, in a thread of the engine.
 
-        Whoever leaves the loop, or is cancelled, aborts the request.
+        Leaving the loop, or cancelling the task, aborts the request.
 
         Args:
             prompt: As for `generate`.
@@ -219,7 +220,7 @@ class Engine:
             sampling: None takes the engine's defaults.
 
         Yields:
-            What each step brought.
+            The update of each step.
         """
         (request,) = await asyncio.to_thread(
             self.read, [prompt], max_new_tokens=max_new_tokens, sampling=sampling
@@ -248,15 +249,15 @@ class Engine:
             prompt: As for `generate`.
             max_new_tokens: At most so many; None leaves it to `sampling`.
             sampling: None takes the engine's defaults.
-            n: How many samples of it are wanted.
-            request_id: A name that `abort` takes; None makes one up.
+            n: The number of samples.
+            request_id: An id for `abort`; None makes one.
             on_update: Called with every update, in the thread that runs `step`.
 
         Returns:
-            The request, whose `status` says where it stands.
+            The request; its `status` shows its progress.
 
         Raises:
-            BadInput: The request cannot be honoured, or another one has this name.
+            BadInput: The request cannot be honoured, or another request has this id.
         """
         if any(other.id == request_id for other in self.scheduler.requests()):
             raise BadInput(f"there is a request {request_id!r:.60} already; name it otherwise")
@@ -265,10 +266,10 @@ class Engine:
         return self.scheduler.add(request)
 
     def abort(self, request: Request | str) -> None:
-        """End a request of `add_request`, or the one of this id, before the next step.
+        """End a request of `add_request` before the next step.
 
-        Its last update has the completion so far, with the finish reason "abort". Nothing happens
-        if it has ended.
+        Its last update has the completion so far, with the finish reason "abort". A request that
+        has already ended is left as it is.
 
         Args:
             request: The request, or its id.
@@ -278,18 +279,19 @@ class Engine:
                 self.scheduler.abort(other)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether requests of `add_request` wait or run."""
+        """Whether requests of `add_request` are waiting or running."""
         return self.scheduler.has_unfinished_requests()
 
     def step(self) -> list[Update]:
-        """Take the next step with all requests of `add_request`: read prompts, or run a round.
+        """Take the next step for all requests of `add_request`: read prompts, or run a round.
 
         Returns:
-            What is new of each sequence; the last update of one has its completion.
+            An update of each sequence with news; its last update has its completion.
 
         Raises:
-            Exception: The step failed. Every request that ran ends with the error; those that wait
-                go on with the next step.
+            Exception: The step failed. Every running request ends with the error; waiting requests
+            go on
+                with the next step.
         """
         try:
             return self.scheduler.step()
@@ -301,16 +303,16 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int | None = None,
         sampling: Wanted = None, n: int = 1,
     ) -> list[Request]:  # fmt: skip
-        """Tokenise prompts and check what is asked for; rounds go on meanwhile.
+        """Tokenise prompts and check their options. Rounds may run at the same time.
 
         Args:
             prompts: As for `generate`.
             max_new_tokens: At most so many; None leaves it to `sampling`.
             sampling: One for all prompts, or one for each; None takes the engine's defaults.
-            n: How many samples of each prompt are wanted.
+            n: The number of samples of each prompt.
 
         Returns:
-            A request for each prompt, for a scheduler.
+            A request for each prompt, to be given to a scheduler.
 
         Raises:
             BadInput: One of them cannot be honoured.
@@ -340,8 +342,8 @@ class Engine:
 
         Args:
             batch_size: Sequences that run side by side.
-            length: Tokens of prompt and text that each has room for, before more is made.
-            interleave: Whether texts go on while a long prompt is read.
+            length: Tokens of prompt and text per sequence that there is room for at first.
+            interleave: Whether running texts go on while a long prompt is read.
         """
         return Scheduler(
             self.decoder, rows=batch_size, length=min(length, self.target.context),
@@ -352,9 +354,8 @@ class Engine:
     def scheduled(
         self, requests: Sequence[Request], batch_size: int | None = None
     ) -> Iterator[Scheduler]:
-        """A scheduler for requests of `read` alone; what has not ended is aborted at the end.
-
-        batch_size: sequences that run side by side; None takes all, up to 8.
+        """A scheduler for the requests of one `read`. Requests that have not ended are aborted at
+        exit.
 
         Args:
             requests: What `read` returned.
@@ -387,7 +388,7 @@ class Engine:
             batch_size: Sequences that run side by side; None takes all, up to 8.
 
         Yields:
-            What each step brought to each sequence; the last update of one has its completion.
+            Updates of each step; the last update of a sequence has its completion.
         """
         with self.scheduled(requests, batch_size) as scheduler:
             while scheduler.waiting or scheduler.running:
@@ -396,36 +397,36 @@ class Engine:
     def warm_up(
         self, tokens: int, *, batch_size: int = 1, sampling: Sampling | None = None
     ) -> None:
-        """Run once every shape that batches of so many rows, and texts of up to so many tokens,
-        will take.
+        """Run once every shape that such a batch will need, for devices that compile each new
+        shape.
 
-        For devices that compile what they meet, with closed shapes. sampling: what will be asked
-        for; filters and penalties have shapes of their own.
+        It needs closed shapes. Give the sampling that will be used: filters and penalties have
+        shapes of their own.
 
         Args:
-            tokens: The longest text that will be written, its prompt included.
+            tokens: The length of the longest text, its prompt included.
             batch_size: Sequences that run side by side.
             sampling: None takes the engine's defaults.
         """
         warm_up(self, tokens, batch_size, sampling or self.sampling)
 
     def decoder(self, rows: int, tokens: int) -> Decoder:
-        """For so many rows of texts of up to so many tokens; `lock` is to be held in its rounds.
+        """A decoder for `rows` rows of up to `tokens` tokens. Hold `lock` during its rounds.
 
         Args:
             rows: Rows of the batch.
-            tokens: Tokens of prompt and text that each has room for.
+            tokens: The most tokens of prompt and text per row.
         """
         capacity = self.shapes.capacity(tokens + self.budget.max_draft_tokens + 2)
         return self.new_decoder(self.budget, self.shapes.rows(rows), capacity)
 
     def new_decoder(self, budget: Budget, rows: int, capacity: int) -> Decoder:
-        """As `decoder`, with another budget and exactly this capacity.
+        """Like `decoder`, with another budget and exactly this capacity.
 
         Args:
             budget: How much to draft.
             rows: Rows of the batch.
-            capacity: Tokens that a row of the cache has room for.
+            capacity: Tokens per row of the cache.
         """
         rule, drafter, group = self.rule, self.drafter, self.target.group
         if not group.is_single:

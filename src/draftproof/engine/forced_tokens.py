@@ -1,7 +1,7 @@
-"""Draft tokens that a grammar leaves no choice about: a key of a JSON schema, a closing bracket.
+"""Draft tokens that a grammar forces, such as a key of a JSON schema or a closing bracket.
 
-They cost nothing to draft, and are accepted by construction where the target would write them in
-the same tokens; if it would not, they are rejected as any draft. The text never depends on them.
+They cost nothing to draft. They are accepted if the target would cut the text into the same tokens,
+and rejected otherwise like any draft. The text never depends on them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree
 from draftproof.requests.sequence import SequenceState
 
 NAME = "grammar"
-"""What people see as the drafter of these tokens."""
+"""The drafter's name shown for these tokens."""
 UNKNOWN = 0.4
-"""The chance of a node after its parent, from a drafter that gives none."""
+"""The assumed probability of a node given its parent, if the drafter gives none."""
 
 
 class ForcingProcessor(Protocol):
-    """What the processor of a `LogitsRule` that forces has."""
+    """The processor of a `LogitsRule` that can force tokens."""
 
     def forced(self, text: Sequence[int]) -> list[int]:
         """The only tokens that may follow a text, prompt included."""
 
 
 def forced_tokens(rows: Sequence[SequenceState], most: int) -> list[list[int]]:
-    """Of each row, the tokens that its rules force after its root, at most so many.
+    """For each row, the tokens that its rules force after its root.
 
     Args:
         rows: The running rows.
@@ -53,13 +53,13 @@ def forced_tokens(rows: Sequence[SequenceState], most: int) -> list[list[int]]:
 def with_forced(
     tree: TokenTree, forced: Sequence[Sequence[int]], frontier: Frontier, most: int
 ) -> TokenTree:
-    """A draft in which rows that are forced draft what they are forced to, and then what the
-    drafter proposed after it.
+    """Put the forced tokens of each row first, followed by the drafter's proposals that agree with
+    them.
 
     Args:
-        tree: What the drafter proposed; the root alone where it was not asked.
-        forced: Of each row, the tokens.
-        frontier: Where the rows stand.
+        tree: The drafter's proposal; only the root if it was not called.
+        forced: The forced tokens of each row.
+        frontier: The state of the rows.
         most: The most nodes below a root.
     """
     device, width = tree.tokens.device, max(map(len, forced))
@@ -82,8 +82,8 @@ def with_forced(
 
 
 def _follows(texts: Tensor, drafts: Tensor, count: Tensor) -> Tensor:
-    """[B, M] whether the path to a node, [B, M, D] tokens, is one of the forced text, or goes on
-    after it."""
+    """[B, M] whether the path to each node, [B, M, D] tokens, is part of the forced text or
+    continues it."""
     wide = min(texts.shape[2], drafts.shape[1])
     places = torch.arange(wide, device=texts.device)
     same = (texts[:, :, :wide] == drafts[:, None, :wide]) | (texts[:, :, :wide] == NO_TOKEN)
@@ -91,8 +91,8 @@ def _follows(texts: Tensor, drafts: Tensor, count: Tensor) -> Tensor:
 
 
 def _chain(tree: TokenTree, drafts: Tensor, count: Tensor) -> TokenTree:
-    """The drafter's chain in rows that are not forced, or that it begins with the forced tokens;
-    else the forced tokens, drawn from a distribution that has nothing else."""
+    """The drafter's chain where it agrees with the forced tokens; elsewhere the forced tokens, each
+    with probability 1."""
     nodes = max(tree.tokens.shape[1], drafts.shape[1])
     proposed, wanted = (
         torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1]), value=ABSENT)

@@ -1,4 +1,4 @@
-"""From options to an engine: target, drafter and tokenizer, checked against each other."""
+"""Build an engine from options: target, drafter and tokenizer, checked against each other."""
 
 from __future__ import annotations
 
@@ -62,10 +62,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("draftproof")
 
 def load(model: str | Path | PreTrainedModel, **options: Unpack[LoadOptions]) -> Engine:
-    """Load a model and what drafts for it.
+    """Load a model and its drafter.
 
-    A model object may be trained afterwards: changed weights are taken up when the next text
-    begins.
+    A model object may be trained afterwards: the next text uses the changed weights.
 
     Example:
         ```python
@@ -82,14 +81,14 @@ def load(model: str | Path | PreTrainedModel, **options: Unpack[LoadOptions]) ->
 
     Raises:
         TypeError: An option is not known.
-        DraftproofError: Something cannot be loaded or does not fit, in one sentence.
+        DraftproofError: Something cannot be loaded or does not fit; the message is one sentence.
     """
     reject_unknown_options("load", options, LoadOptions.__annotations__)
     return build(EngineConfig(model, **options))
 
 
 def build(config: EngineConfig) -> Engine:
-    """Load everything a configuration names, and check it against each other."""
+    """Load everything that a configuration names, and check that it fits together."""
     itself, group = _self_draft(config), _group(config)
     doing(f"reading {_shown(config.model)}")
     with group.raise_on_rank_failure():
@@ -108,7 +107,7 @@ def build(config: EngineConfig) -> Engine:
             )
     drafter: Drafter | None = None
     original = target.model
-    if itself is not None and itself.keywords["quantize"]:  # of the original, before it is given up
+    if itself is not None and itself.keywords["quantize"]:  # of the original, before it is freed
         drafter = itself(target)
     if config.quantize is not None and target.quantization is None:
         doing(f"quantising to {config.quantize}")
@@ -140,7 +139,7 @@ def _codec_of_file(config: EngineConfig) -> Future[Codec | None] | None:
     if not isinstance(config.model, (str, Path)) or not GGUFFile.recognises(config.model):
         return None
     GGUFFile.open(config.model)                         # once, for both
-    kernels()                   # opens many files, each of which would wait for the other thread
+    kernels()                   # it opens many files, and each would wait for the other thread
     pool = ThreadPoolExecutor(1)
     future = pool.submit(
         codec_of, config.tokenizer, config.model, None, config.trust_remote_code
@@ -154,7 +153,7 @@ def _shown(model: object) -> str:
 
 
 def _self_draft(config: EngineConfig) -> partial[SelfDraft] | None:
-    """What makes a target's draft of itself, if that is what drafts."""
+    """A function that makes the target's own draft, for self-drafting; else None."""
     if not (isinstance(config.drafter, str) and config.drafter.startswith(SELF)):
         return None
     layers, kind = self_draft_options(config.drafter)
@@ -166,7 +165,7 @@ def _self_draft(config: EngineConfig) -> partial[SelfDraft] | None:
 
 
 def _group(config: EngineConfig) -> ProcessGroup:
-    """The ranks to run on; refuses, before anything is loaded, what a sharded model cannot do."""
+    """The ranks to run on. Refuses options that a sharded model cannot honour, before loading."""
     needs_one_model = not isinstance(config.model, (str, Path)) or config.quantize is not None
     if config.parallel is not None and (needs_one_model or _self_draft(config) is not None):
         raise BadInput(
@@ -177,7 +176,7 @@ def _group(config: EngineConfig) -> ProcessGroup:
 
 
 def _drafter(config: EngineConfig, target: Target, codec: Codec | None) -> Drafter:
-    """The drafter that the configuration names."""
+    """The drafter of the configuration."""
     named = config.assistant_model if config.assistant_model is not None else config.drafter
     if config.assistant_model is not None or _is_model(named):
         assert named is not None and not isinstance(named, Drafter)
@@ -192,7 +191,7 @@ def _drafter(config: EngineConfig, target: Target, codec: Codec | None) -> Draft
 
 
 def _by_name(name: str, target: Target, tree: TreeShape | str | None) -> Drafter:
-    """A drafter by its name, by the folder or file that it is in, or several, merged."""
+    """A drafter by its name, folder or file; or several, merged."""
     if name in DRAFTERS:
         return DRAFTERS[name]()
     if name in HEADS or is_head(loading.resolve(name)):
@@ -287,8 +286,8 @@ def _draft_model(
 def _draft_reader(
     draft: PreTrainedModel, codec: Codec | None, quantize: str | None, named: bool
 ) -> Target:
-    """What reads a draft model: in few bits as asked; in 8 if nobody says and it then predicts
-    nearly the same; else as it is."""
+    """The target that reads a draft model: quantised as asked. If nothing is asked, in 8 bits if
+    it then predicts nearly the same, else unchanged."""
     if quantize is not None and quantize != "none":
         return variants.quantized(target_of(draft), quantize, give_up=named)
     in_file_format = isinstance(draft, NativeModel) and GGUFFile.recognises(draft.name)
@@ -302,7 +301,7 @@ def _draft_reader(
 
 
 def _shape(tree: TreeShape | str | None) -> TreeShape | None:
-    """The tree a draft model drafts."""
+    """The tree shape of a draft model."""
     if isinstance(tree, str) and tree not in CHOICES:
         known = ", ".join(CHOICES)
         raise BadInput(f"the draft tree was {tree!r}; give a TreeShape, or one of {known}")
@@ -310,7 +309,7 @@ def _shape(tree: TreeShape | str | None) -> TreeShape | None:
 
 
 def _is_model(drafter: object) -> TypeGuard[str | Path]:
-    """Whether a drafter is the name of a draft model."""
+    """Whether a drafter's name is a draft model."""
     if not isinstance(drafter, (str, Path)) or str(drafter) in HEADS:
         return False
     folder = loading.resolve(drafter)
@@ -319,7 +318,8 @@ def _is_model(drafter: object) -> TypeGuard[str | Path]:
 
 
 def _wrapped(target: Target, drafter: Drafter, wrap: Callable[[Target], Target]) -> Target:
-    """The target in a wrapper, and so a draft model, if it can be: its text is the same anyhow."""
+    """The target with recorded graphs, and the draft model too, if possible. Texts stay the
+    same."""
     if isinstance(drafter, DraftModel) and isinstance(drafter.model, Target):
         with suppress(UnsupportedModel):
             drafter.model = wrap(drafter.model)
