@@ -1,4 +1,5 @@
-"""Acceptance: which drafted tokens are kept. Knows trees and probabilities; no models, no caches.
+"""Acceptance: which drafted tokens are kept. This knows trees and probabilities, no models or
+caches.
 
 Three exact rules. `accept_by_matching` lets the target choose at every node and keeps what it would
 have chosen (drafter-invariant, arXiv 2408.07978; optimal for deterministic drafts).
@@ -6,8 +7,8 @@ have chosen (drafter-invariant, arXiv 2408.07978; optimal for deterministic draf
 (2302.01318) on chains, and recursive rejection without replacement (2402.14160) on trees of drawn
 tokens. `accept_by_block` is block verification of chains (Sun et al., 2403.10444).
 
-The random outcomes of the last two come from a `Chance`, which the sampler makes: keyed noise when
-decoding, every outcome in turn where the distribution is enumerated.
+The random outcomes of the last two come from a `Chance` of the sampler: keyed noise when decoding,
+every outcome in turn when the distribution is enumerated.
 """
 
 from __future__ import annotations
@@ -71,8 +72,7 @@ def accept_by_rejection(tree: TokenTree, probs: Tensor, chance: Chance) -> Accep
 
 
 def accept_by_block(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
-    """Weigh the whole drawn chain at once; every coin counts, the last success wins. Of other trees
-    by rejection.
+    """Accept the longest prefix of a drawn chain by block verification. Other trees: by rejection.
 
     Sun et al. (2403.10444), algorithm 2: with P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)), the first
     i tokens are accepted with probability at least P_i; the token after them is drawn from
@@ -123,14 +123,14 @@ class Rule(NamedTuple):
 
 
 def match(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
-    """Sample-and-match with keyed noise: the text depends on the seed and the target alone."""
+    """Sample-and-match with keyed noise: the text depends only on the seed and the target."""
     sampler = frontier.sampler
     target_tokens = sampler.sample(logits, Paths(frontier.prefix, tree))
     return sampler.ops.run(accept_by_matching, tree, target_tokens)
 
 
 def weighing(rule: Callable[[TokenTree, Tensor, Chance], Accepted]) -> Rule:
-    """A rule for drawn tokens; where tokens were chosen (a point mass) they are matched."""
+    """Make a rule for drawn tokens. Trees of chosen tokens (a point mass) are matched instead."""
     def accept(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
         if tree.draft_probs is None:
             return match(tree, logits, frontier)

@@ -1,4 +1,4 @@
-"""The messages of a round: what the drafter is asked, what the target read, what became true."""
+"""The messages of a round: to the drafter, from the target, and the result."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from draftproof.core.tree import TokenTree
 
 
 class Reading(NamedTuple):
-    """What the target says at each node: logits [B, N, V]; per layer asked, hidden [B, N, T, H]."""
+    """The target's output at each node: logits [B, N, V] and, per requested layer, hidden
+    [B, N, T, H]."""
 
     logits: Tensor
     hidden: Tensor | None = None
 
     def gather(self, logits: Tensor, hidden: Tensor) -> Reading:
-        """The logits at places [B, n], and the hidden states at places of theirs.
+        """Logits and hidden states at chosen places.
 
         Args:
             logits: Logits of nodes that were read in parts.
@@ -39,7 +40,7 @@ class Reading(NamedTuple):
         return Reading(taken, self.hidden.gather(1, index))
 
     def part(self, rows: slice, width: int) -> Reading:
-        """Of these rows, and of their first nodes.
+        """The part for these rows and their first nodes.
 
         Args:
             rows: The rows to take.
@@ -54,7 +55,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Features:
-    """What the target computed over whole texts, for a draft head to learn from.
+    """The target's output over whole texts, to train a draft head.
 
     tokens: [B, S] the texts. hidden: [B, S, T, H] at the layers asked for. weights: [B, S] how much
     each token counts as a prediction target; 0 for prompts and padding. logits: [B, S, V] of the
@@ -72,9 +73,9 @@ class Accepted:
     """Which nodes are kept: their indices [B, D] root first, how many [B], and the next root [B].
 
     Places of `nodes` beyond `count` hold their own index, so moving them moves nothing.
-    distance: [B, D] total variation between the target's distribution and the one each new token
-        came from, the next root the last; None under an exact rule.
-    drafted: [B, 2] as `TokenTree.drafted`, if it was found on the way.
+    distance: [B, D] total variation between the target's distribution and the one that each new
+        token came from, the next root last; None under an exact rule.
+    drafted: [B, 2] as `TokenTree.drafted`, if it was computed anyway.
     """
 
     nodes: Tensor
@@ -84,7 +85,7 @@ class Accepted:
     drafted: Tensor | None = None
 
     def select(self, rows: Tensor) -> Accepted:
-        """What these rows [B] accepted, in this order.
+        """The results of these rows [b], in this order.
 
         Args:
             rows: Rows to take, int64 [b].
@@ -100,9 +101,9 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Frontier:
-    """Where each row stands, and how much may be drafted.
+    """The state of each row, and how much may be drafted.
 
-    prefix: the true text of each row with its root. sampler: draws as the target will.
+    prefix: the committed text of each row with its root. sampler: draws as the target will.
     max_draft_tokens: the most tokens each row may draft this round; at 0 no drafter is called.
     needs_draft_probs: draw draft tokens and attach their probabilities, which the acceptance rule
         needs; otherwise choose them.
@@ -131,12 +132,12 @@ class Frontier:
 
     @property
     def max_nodes(self) -> int:
-        """The most tokens that any row may draft, by a drafter that gives confidence."""
+        """The most tokens that one row may draft, if the drafter gives confidence."""
         return max(self.max_draft_tokens, self.row_limit)
 
 
 class Successors(NamedTuple):
-    """What the target found likeliest after each node: tokens [b, N, k], and their logits."""
+    """The target's likeliest tokens after each node, [b, N, k], and their logits."""
 
     tree: TokenTree
     tokens: Tensor
@@ -144,18 +145,19 @@ class Successors(NamedTuple):
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """[b, n, count] the tokens of the highest of logits [b, n, V], and these logits."""
+    """[b, n, count] the tokens with the highest logits [b, n, V], and these logits."""
     best = logits.topk(count, -1)
     return best.indices, best.values
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What became true of `rows`: tokens [b, D] at `nodes` [b, D] of the tree, `count` [b] of them.
+    """The committed tokens of `rows`: tokens [b, D] at `nodes` [b, D] of the tree, `count` [b]
+    each.
 
     hidden: [b, D, T, H] the target's states at these tokens, at the drafter's layers; or None.
-    successors: what came out after every node read, if the drafter asks and the budget does
-        not rest, but for prompts; or None.
+    successors: the likeliest tokens after each verified node, if the drafter needs them and the
+        budget does not cool down; None for prompts.
     The first commit of a new row is its prompt, in one or more pieces.
     """
 
@@ -182,12 +184,12 @@ class Commit:
             ops: The operators of the device.
 
         Returns:
-            What the drafter is told of the round.
+            The commit that the drafter observes.
         """
         tokens = tree.tokens if tree.is_chain else tree.tokens.gather(1, accepted.nodes)
         hidden = reading.hidden
         if hidden is not None and not tree.is_chain and len(hidden) == 1:
-            hidden = hidden.index_select(1, accepted.nodes[0])          # far sooner done
+            hidden = hidden.index_select(1, accepted.nodes[0])          # much faster
         elif hidden is not None and not tree.is_chain:
             index = accepted.nodes[:, :, None, None].expand(-1, -1, *hidden.shape[2:])
             hidden = hidden.gather(1, index)

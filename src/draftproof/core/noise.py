@@ -1,10 +1,10 @@
 """The one random source: a counter-based generator, a function of seed, position, role and token.
 
 Every value is a hash of its key, so it does not depend on the order of calls, the batch, the tree
-or the drafter. Hashes are of int32 with wrap-around, which CPU, CUDA and HPU share. The mixing
+or the drafter. Hashes use int32 with wrap-around, which CPU, CUDA and HPU share. The mixing
 function is the "lowbias32" finaliser of C. Wellons (hash prospector), applied between 64 bits of
-key. Logarithms are a polynomial of single IEEE operations in a fixed order, so noise has the same
-bits by torch's operators and by native/noise.c, whatever the processor.
+key. Logarithms are polynomials of single IEEE operations in a fixed order, so torch's operators and
+native/noise.c give the same bits on every processor.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def row_keys(seeds: list[int], samples: list[int], device: torch.device | str = 
 def stream(keys: Tensor, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
     """[B, N, 2] int32: a key per draw, of `keys` [B, 2] int32 and `position` [B, N] int64.
 
-    `origin` [B, N] tells rounds apart for draws that must be fresh if a position is drafted again.
-    """
+    `origin` [B, N] identifies the round, for draws that must be fresh when a position is drafted
+    again. """
     place = position.to(torch.int32)
     start = torch.zeros_like(place) if origin is None else origin.to(torch.int32)
     low = _mix(keys[:, None, 0] ^ (place * _GOLDEN))
@@ -80,7 +80,7 @@ def gumbel(streams: Tensor, vocab: int) -> Tensor:
 
 
 def _log_(x: Tensor) -> Tensor:
-    """In place, log of normal positive float32 numbers; each step is rounded by itself, as in C."""
+    """In-place log of normal positive float32 numbers; each step is rounded separately, as in C."""
     bits = x.view(torch.int32)
     power = (bits - _SQRT_HALF) >> 23
     bits -= power << 23

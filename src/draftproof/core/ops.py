@@ -1,4 +1,4 @@
-"""The one seam between functions written in torch and what computes the same sooner somewhere."""
+"""The only seam between functions written in torch and faster implementations of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ R = TypeVar("R")
 class Ops:
     """Runs functions of tensors as written: in torch, with static shapes, without host reads.
 
-    A subclass may run another implementation that is registered for a function object, where there
-    is one for the dtypes and shapes given; the function says what is to be computed. exact: the
-    widest floating-point numbers of the device. flush: called before a copy to the host.
+    A subclass may run another implementation that is registered for the function object, if it
+    supports the dtypes and shapes; the torch function is the reference. exact: the widest
+    floating-point type of the device. flush: called before a copy to the host.
     """
 
     on_host = False
-    """Numbers can be looked at without waiting for a device, and shapes may depend on them."""
+    """Values can be read without waiting for a device, and shapes may depend on them."""
 
     def __init__(
         self, exact: torch.dtype = torch.float64, flush: Callable[[], None] | None = None
@@ -29,11 +29,11 @@ class Ops:
         self.exact, self._flush = exact, flush
 
     def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What `function` returns; tensors that it changes in place are changed."""
+        """Call `function` with these arguments; it may change tensors in place."""
         return function(*args, **kwargs)
 
     def to_host(self, *columns: Tensor) -> list[list[list[Any]]]:
-        """Each of some tensors [B, n] as lists of numbers, all in one copy from the device."""
+        """Tensors [B, n] as lists of numbers, in one copy from the device."""
         kinds = [column.is_floating_point() for column in columns]
         dtype = self.exact if any(kinds) else torch.int64       # token ids are far below 2**24
         if self._flush is not None:

@@ -1,4 +1,4 @@
-"""What a request asks for, and what of it a running row knows."""
+"""The sampling options of a request, and of a running row."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch import Tensor
 from draftproof.errors import BadInput
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, of the prefix alone."""
+"""``processor(input_ids [n, L], scores [n, V]) -> scores [n, V]``, a function of the prefix
+only."""
 
 
 class RuleContext(NamedTuple):
-    """What a rule on logits may depend on besides the text.
+    """What a rule on logits may depend on in addition to the text.
 
     Attributes:
         prompt: Token ids of the prompt.
@@ -41,11 +42,12 @@ RuleRequest = RuleContext
 
 @dataclass(frozen=True)
 class LogitsRule:
-    """A rule on logits that a model's own generation_config or a grammar asks for, made per
-    request; asked before the user's processors.
+    """A rule on logits from the model's own generation_config or a grammar, made per request. It
+    runs before the user's processors.
 
-    make: raises BadInput for a request that it cannot serve. reads_text: else it sees scores alone.
-    forces: the processor has a method `forced`, which gives the only tokens that may follow a text.
+    make: raises BadInput for a request that it cannot serve. reads_text: False if it reads only
+    scores. forces: its processor has a method `forced`, which returns the only tokens that may
+    follow a text.
     """
 
     name: str
@@ -55,16 +57,16 @@ class LogitsRule:
 
 
 MOST_STOPS, LONGEST_STOP = 1_000, 1_000
-"""Stop strings of one request, and characters of one of them: all are looked for at each token."""
+"""The most stop strings of a request, and characters of one. All are searched at each token."""
 MOST_BANNED_WORDS, MOST_BANNED_TOKENS = 10_000, 100_000
-"""Banned words of one request, and their size: all are compared at each node of each draft."""
+"""The most banned words of a request, and their total size. All are compared at each draft node."""
 Likely = list[tuple[int, float]]
 """The likeliest tokens at one position with their log-probabilities, the likeliest first."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What one request asks for. The default is greedy decoding with nothing added.
+    """The sampling options of a request. The default is plain greedy decoding.
 
     Example:
         ```python
@@ -141,8 +143,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One running row as the sampler sees it: its sampling with strings resolved, its place among
-    samples, and the processors of its rules."""
+    """One running row for the sampler: its options with strings resolved, its sample number, and
+    the processors of its rules."""
 
     sampling: Sampling
     prompt_length: int
@@ -162,12 +164,12 @@ def is_whole(value: object) -> bool:
 
 
 def _plain(value: Any, default: object) -> Any:
-    """A checked value as Python's own numbers: kernels and grammars read neither numpy's numbers
-    nor whole numbers where a float is meant.
+    """A checked value as Python numbers: kernels and grammars accept neither numpy's numbers nor an
+    int for a float.
 
     Args:
-        value: a number, ids, or a mapping of ids to numbers, as the caller wrote it.
-        default: the option's default, which tells a float from a whole number.
+        value: a number, ids, or a mapping of ids to numbers, as given by the caller.
+        default: the option's default, whose type decides between int and float.
     """
     if isinstance(default, float):
         return float(value)
@@ -196,7 +198,7 @@ def _are_stops(value: Any) -> bool:
 
 
 def _are_banned(value: Any) -> bool:
-    """Bytes of a string are counted: it has at most as many tokens."""
+    """The size of banned words. A string counts its bytes, since it has at most as many tokens."""
     if not (_is_list(value) and len(value) <= MOST_BANNED_WORDS and all(map(_is_word, value))):
         return False
     sizes = (len(word.encode(errors="replace")) if isinstance(word, str) else len(word)
@@ -209,7 +211,7 @@ def _all(part: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _number(low: float, high: float = 1e30, integral: bool = False) -> Callable[[Any], bool]:
-    """Whether something is a number, from low to high; larger ones are lost in float32."""
+    """Whether something is a number in this range. Larger ones would be lost in float32."""
     kind = Integral if integral else Real
 
     def check(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The text that rows have, and the text that ends at each node of a tree."""
+"""The text of rows, and the text that ends at each node of a tree."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from draftproof.core.tree import TokenTree
 
 @dataclass(frozen=True)
 class Prefix:
-    """What is true of each row: the committed tokens and, after them, the root.
+    """The committed tokens of each row, followed by the root.
 
     tokens: [B, capacity] int64; ``tokens[b, position[b]]`` is the root, beyond it lies scratch.
     position: [B] int64, the root's place: the number of committed tokens.
-    ahead: how far a draft may reach beyond the root; the round's noise is made for all of it.
-    longest: no row has more committed tokens; as far as the host knows, the capacity otherwise.
+    ahead: how many tokens a draft may reach beyond the root; the round's noise covers them all.
+    longest: no row has more committed tokens; None if the host knows no bound.
     roots: [B] the roots, where they are known apart from the text.
     """
 
@@ -51,7 +51,7 @@ class Paths:
 
     @cached_property
     def sequences(self) -> Tensor:
-        """[B, N, S] int64: the whole text of each node; beyond its length anything may lie."""
+        """[B, N, S] int64: the whole text of each node; undefined beyond its length."""
         position, tokens = self.prefix.position, self.prefix.tokens
         length = tokens.shape[1] + self.tree.depth_limit + 1
         rows, nodes = self.tree.tokens.shape
@@ -59,6 +59,6 @@ class Paths:
         text = torch.nn.functional.pad(tokens, (0, length - tokens.shape[1] + 1))
         text = text[:, None].repeat(1, sees.shape[1], 1)
         place = (position[:, None] + self.tree.depths)[:, None]
-        place = torch.where(sees, place, length)                            # dump what is unseen
+        place = torch.where(sees, place, length)       # a dump for the other nodes
         drafted = self.tree.tokens.clamp(min=0)[:, None].expand(rows, sees.shape[1], nodes)
         return text.scatter_(2, place, drafted)[..., :length]

@@ -1,4 +1,4 @@
-"""Logits processed as each row asks, at every node of a tree.
+"""Process logits with the options of each row, at every node of a tree.
 
 The order is that of transformers' ``generate``: logit bias, penalties, no-repeat n-gram, banned
 words, minimum length, the rules of the model's own generation_config, the user's processors; then
@@ -27,8 +27,9 @@ Process = Callable[[Tensor, Paths], Tensor]
 
 
 class LogitsProcessors:
-    """What all running rows ask for that changes logits. Pure; whatever must lie on the device is
-    copied there when it is made, nothing in a round. exact: the widest numbers of the device."""
+    """The options of all running rows that change logits. Pure. Everything that belongs on the
+    device is copied there at construction, nothing in a round. exact: the widest float type of the
+    device."""
 
     def __init__(
         self, rows: Sequence[SamplingParams], device: torch.device | str = "cpu",
@@ -46,7 +47,7 @@ class LogitsProcessors:
         self.only_temperature = all(process == alone for process in self._processes)
 
     def _known(self, exact: torch.dtype) -> list[tuple[bool, Process]]:
-        """What some row may ask for, in the order of transformers' generate."""
+        """The steps that some row needs, in the order of transformers' generate."""
         if any_bias := self._any("logit_bias"):
             self._bias = self._by_token([row.sampling.logit_bias for row in self.rows], exact)
         if any_banned := any(row.banned for row in self.rows):
@@ -81,7 +82,8 @@ class LogitsProcessors:
 
     @cached_property
     def reads_text(self) -> bool:
-        """Whether a choice depends on which tokens stand before it, besides what the logits say."""
+        """Whether a choice depends on the tokens before it in other ways than through the
+        logits."""
         rules = [rule for row in self.rows for rule, _ in row.logits_rules]
         return any(row.banned for row in self.rows) or any(rule.reads_text for rule in rules) or (
             self._any("repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -97,7 +99,7 @@ class LogitsProcessors:
         return torch.tensor(values, dtype=dtype, device=self.device).view(-1, 1, 1)
 
     def _by_token(self, rows: Sequence[Mapping[int, Any]], dtype: torch.dtype) -> Tensor:
-        """[B, 1, highest id + 1] a value for some tokens of each row, else 0."""
+        """[B, 1, highest id + 1] a value for the given tokens of each row, else 0."""
         width = 1 + max(token for row in rows for token in row)
         table = torch.zeros(len(rows), 1, width, dtype=dtype)
         for row, values in enumerate(rows):
@@ -177,7 +179,7 @@ class LogitsProcessors:
         """Rules and the user's processors, called as transformers calls them: one unpadded prefix
         each.
 
-        Those that read no text see the scores of all nodes at once.
+        Those that read no text get the scores of all nodes at once.
         """
         scores, lengths = scores.clone(), paths.lengths.tolist()
         for row, params in enumerate(self.rows):
@@ -236,7 +238,7 @@ class _BannedWords(NamedTuple):
 
 
 def _by_length(rows: Sequence[SamplingParams], device: torch.device) -> list[_BannedWords]:
-    """The banned words of all rows, grouped by length: no table is larger than the words are."""
+    """The banned words of all rows, grouped by length, so that tables have no padding."""
     groups: dict[int, list[tuple[int, ...]]] = {}
     for row, params in enumerate(rows):
         for word in params.banned:

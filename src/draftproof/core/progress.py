@@ -1,4 +1,4 @@
-"""What is being done just now, told to whoever shows it. Imports no torch."""
+"""Report what is being done at the moment. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def doing(what: str) -> None:
-    """Tell the innermost listener what begins now, such as "reading the weights of demo"."""
+    """Tell the innermost listener what begins, such as "reading the weights of demo"."""
     if _listeners:
         _listeners[-1](what)
 

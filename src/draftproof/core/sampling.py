@@ -1,4 +1,5 @@
-"""Sampling: the target's choice as all rows ask. Knows logits and prefixes, nothing of models."""
+"""Sampling: the target's choice under the options of each row. This knows logits and prefixes, no
+models."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from draftproof.core.processors import LogitsProcessors
 from draftproof.core.tree import NO_TOKEN
 
 AHEAD, LARGEST = 64, 1 << 20
-"""Positions of all rows that noise is made for at once, and numbers, if a round needs no more."""
+"""The most positions, over all rows, and the most numbers for which noise is made in advance."""
 
 
 class Chance(Protocol):
-    """The random outcomes of a rule."""
+    """The random outcomes of an acceptance rule."""
 
     def flip(self, probability: Tensor, node: int) -> Tensor:
         """[B] bool, true with `probability` [B]; `node` names the coin."""
@@ -35,7 +36,8 @@ class Chance(Protocol):
 
 
 class Sampler(LogitsProcessors):
-    """What all running rows ask for, as tensors. Pure: the same arguments give the same choice.
+    """The sampling options of all running rows, as tensors. Pure: the same arguments give the same
+    choice.
 
     All its random numbers come from `streams`, and the outcomes of acceptance rules from `chance`.
     A class derived from it may replace these; `Engine` takes it as `sampler`.
@@ -50,15 +52,15 @@ class Sampler(LogitsProcessors):
         self.keys = noise.row_keys(seeds, [row.sample for row in rows], device)
         temperatures = [row.sampling.temperature for row in rows]
         self.greedy = not any(temperatures)
-        # [B, 1] what logits are divided by; 1 in greedy rows
+        # [B, 1] divisors of logits; 1 in greedy rows
         divisors = [temperature or 1.0 for temperature in temperatures]
         self.temperatures = torch.tensor(divisors, dtype=torch.float32, device=device)[:, None]
         self._round: dict[tuple[Role, int], tuple[Tensor, Tensor]] = {}
-        self._ahead = 1 if len(rows) > 1 else AHEAD     # batches change: they begin with little
+        self._ahead = 1 if len(rows) > 1 else AHEAD     # batches change, so begin with little
         self._kept: _KeptNoise | None = None
 
     def select(self, rows: Sequence[int]) -> Sampler:
-        """The sampler of these rows, for one call: it makes no noise for later rounds."""
+        """A sampler of these rows for a single call: it makes no noise in advance."""
         other = type(self)([self.rows[row] for row in rows], self.device, self.ops)
         other._ahead = 0
         return other
@@ -88,8 +90,8 @@ class Sampler(LogitsProcessors):
 
     def gumbel_logits(self, logits: Tensor, paths: Paths, role: Role) -> Tensor:
         """[B, N, V] processed logits plus keyed Gumbel noise: argmax is a draw, top-k draws without
-        replacement. With Role.TARGET noise depends on (seed, position, token) alone; the other
-        roles draw afresh each round.
+        replacement. With Role.TARGET noise depends only on (seed, position, token); the
+        other roles draw fresh noise in each round.
         """
         scores = self.filtered(logits, paths)
         if self.greedy:
@@ -105,9 +107,9 @@ class Sampler(LogitsProcessors):
         """[B, N, V] log-probability that the target chooses each token, as estimated by a drafter
         that has the target's own noise.
 
-        With the same noise the two differ only as their logits do, and a temperature below 1
-        enlarges that difference: so the softmax is of scores times min(temperature, 1). scale: a
-        further factor, above 1 for drafters whose logits are near the target's.
+        With the same noise, the two choices differ only as their logits do, and a temperature below
+        1 enlarges that difference. So the softmax is taken of scores times min(temperature, 1).
+        scale: a further factor, above 1 for drafters whose logits are close to the target's.
         """
         scales = self.confidence_scales(scale)[..., None].to(gumbel_logits.dtype)
         return (gumbel_logits * scales).log_softmax(-1)
@@ -115,18 +117,20 @@ class Sampler(LogitsProcessors):
     def best(
         self, logits: Tensor, paths: Paths, count: int, scale: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """The `count` tokens likeliest to be chosen at each node, and their log-probabilities, both
-        [B, N, count]: for drafters that choose, by the target's own noise, from logits [B, N, V].
-        -inf: nothing may be chosen. scale: see `confidence`.
+        """The `count` tokens that are likeliest to be chosen at each node, and their
+        log-probabilities,
+        both [B, N, count], from logits [B, N, V] and the target's own noise. For drafters that
+        choose their tokens. -inf: nothing may be chosen. scale: see `confidence`.
         """
         return self.ops.run(best_tokens, self, logits, paths, count, scale)
 
     def draft_sampling(
         self, prefix: Prefix, steps: int, vocab: int, floor: float, scale: float = 1.0
     ) -> DraftSampling | None:
-        """What `best` goes by for `steps` tokens after the root; None where kernels know less.
+        """The inputs of `best` for `steps` tokens after the root; None if kernels cannot do the
+        same.
 
-        floor: the chance below which no row's draft goes on. scale: see `confidence`.
+        floor: the probability below which a draft ends. scale: see `confidence`.
         """
         if not (self.ops.on_host and self.only_temperature):
             return None
@@ -138,11 +142,11 @@ class Sampler(LogitsProcessors):
 
     @property
     def slope(self) -> Tensor:
-        """[B] by how much `confidence` differs where logits differ by 1, at a temperature."""
+        """[B] by how much `confidence` changes if logits change by 1, at a temperature."""
         return (self.confidence_scales() / self.temperatures)[:, 0]
 
     def noise_at(self, paths: Paths, nodes: int, vocab: int) -> tuple[Tensor | None, Tensor | None]:
-        """Noise [., V] of the target's choices, and which of it each node's is [B, N]; None if all
+        """Noise [., V] of the target's choices, and the row of it for each node [B, N]; None if all
         rows are greedy. For ops on the host."""
         if self.greedy:
             return None, None
@@ -150,8 +154,8 @@ class Sampler(LogitsProcessors):
         return noises, roots[:, None] + paths.tree.depths[:, paths.first : paths.first + nodes]
 
     def _kept_noise(self, prefix: Prefix, depth: int, vocab: int) -> tuple[Tensor, Tensor]:
-        """The noise of the target's choices [B, D, V], and which of it, flat, is that after each
-        root [B]: made for more positions than a round needs, and kept as long as it reaches."""
+        """The noise of the target's choices [B, D, V], and the index, flat, of the noise after each
+        root [B]. It is made for more positions than a round needs, and kept while it suffices."""
         ahead, positions, kept = max(prefix.ahead, depth), prefix.position.tolist(), self._kept
         moved = list(map(sub, positions, kept.positions)) if kept is not None else []
         if kept is None or kept.noises.shape[2] != vocab or not (
@@ -165,12 +169,11 @@ class Sampler(LogitsProcessors):
         return kept.noises, kept.starts + prefix.position
 
     def confidence_scales(self, scale: float = 1.0) -> Tensor:
-        """[B, 1] what scores are multiplied by before a softmax makes them chances; see
-        `confidence`."""
+        """[B, 1] factors of scores before the softmax; see `confidence`."""
         return scale * self.temperatures.clamp(max=1)
 
     def _noise(self, prefix: Prefix, depth: int, role: Role, vocab: int) -> Tensor:
-        """[B, D, V] noise by depth, kept for the round it was made for."""
+        """[B, D, V] noise by depth, kept for one round."""
         position, depth = prefix.position, max(prefix.ahead, depth)
         made_for, noises = self._round.get((role, vocab), (None, None))
         if noises is None or made_for is not position or noises.shape[1] <= depth:
@@ -189,7 +192,8 @@ class Sampler(LogitsProcessors):
 
 
 class KeyedChance:
-    """Outcomes from keyed noise, fresh each round: a round is named by the position of its root."""
+    """Outcomes from keyed noise, fresh in each round. The position of the root identifies the
+    round."""
 
     def __init__(self, sampler: Sampler, prefix: Prefix) -> None:
         self.sampler, self.position = sampler, prefix.position[:, None]
@@ -207,13 +211,13 @@ class KeyedChance:
 
 
 class DraftSampling(NamedTuple):
-    """By what the next tokens of a chain are chosen where only temperatures are asked for.
+    """How the tokens of a chain are chosen, if rows use temperatures only.
 
-    noise: [., V] float32, of which `places` [rows] names that after each root; None, and None, if
-        all rows are greedy.
-    temperatures, confidence_scales: [rows, 1] what logits are divided by, and what scores are
-        multiplied by before a softmax makes them chances.
-    floor: the log-probability below which a chain does not go on.
+    noise: [., V] float32; `places` [rows] are the indices of the noise after each root. Both are
+        None if all rows are greedy.
+    temperatures, confidence_scales: [rows, 1] divisors of logits, and factors of scores before the
+        softmax.
+    floor: the log-probability below which a chain ends.
     """
 
     noise: Tensor | None
@@ -224,22 +228,22 @@ class DraftSampling(NamedTuple):
 
 
 def sample(sampler: Sampler, logits: Tensor, paths: Paths) -> Tensor:
-    """[B, N] the target's own choice at each node: see `Sampler.sample`."""
+    """[B, N] the target's choice at each node; see `Sampler.sample`."""
     return argmax_token(sampler.gumbel_logits(logits, paths, Role.TARGET))
 
 
 def best_tokens(
     sampler: Sampler, logits: Tensor, paths: Paths, count: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The tokens likeliest to be chosen at each node: see `Sampler.best`."""
+    """The likeliest tokens at each node; see `Sampler.best`."""
     scores = sampler.gumbel_logits(logits, paths, Role.TARGET)
     best = sampler.confidence(scores, scale).topk(count, -1)
     return torch.where(best.values > -torch.inf, best.values, -torch.inf), best.indices
 
 
 class _KeptNoise(NamedTuple):
-    """Noise [B, D, V] from roots at `positions` on. starts: [B] which of it, flat, is that after a
-    root at position 0."""
+    """Noise [B, D, V] from roots at `positions` on. starts: [B] the index, flat, of the noise after
+    a root at position 0."""
 
     positions: list[int]
     noises: Tensor

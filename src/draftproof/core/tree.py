@@ -1,4 +1,4 @@
-"""Token trees: what may come next. Knows tokens and parents, nothing of models.
+"""Token trees: possible continuations. This knows tokens and parents, no models.
 
 Shape letters: B rows, N nodes, D path length in nodes, V vocabulary.
 """
@@ -17,27 +17,28 @@ from draftproof.core.tree_shape import TreeForm, chain_form, shape_form, triangl
 from draftproof.core.tree_shape import TreeShape as TreeShape
 
 ABSENT = -1
-"""The token of a node that is not there: rows with fewer nodes than the tree is wide."""
+"""The token of an absent node, in rows with fewer nodes than the tree is wide."""
 NO_TOKEN = -2
-"""The choice where nothing may be chosen: every token forbidden, or NaN logits. No node carries it,
-so it ends a path."""
+"""The choice if no token is allowed, or if logits are NaN. No node has this token, so it ends a
+path."""
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """What may come next in each row. Node 0 is the root: chosen by the target, not yet read by it.
+    """Possible continuations of each row. Node 0 is the root: chosen by the target, but not yet
+    read.
 
     tokens: [B, N] int64, ABSENT where a row has fewer nodes (with all descendants).
     parents: [B, N] int64, a parent comes before its children; -1 at the root.
     depth_limit: the longest path of any row, in edges: a number, so that shapes stay static.
-    draft_probs: [B, N, V] the probabilities each node was drawn from; None if tokens were chosen.
-        Siblings are drawn without replacement in node order and carry those of the first draw.
+    draft_probs: [B, N, V] the probabilities that each node was drawn from; None if tokens were
+        chosen. Siblings are drawn without replacement in node order and have those of the first.
     is_chain: each node's parent is the node before it, in every row.
-    confidence: [B, N] the chance, as the drafter sees it, that a node will be accepted: 1 at the
-        root, 0 where absent, never more than the parent's; or None. What is exact ignores it.
-    budget_rank: [B, N] int64 where a batch shares what it drafts: with how many nodes per row each
-        would be among the likeliest.
-    form: of a chain or a static shape; None where depths and ancestors follow from the parents.
+    confidence: [B, N] the drafter's estimate of the probability that a node is accepted: 1 at the
+        root, 0 if absent, never more than the parent's; or None. It never changes what is exact.
+    budget_rank: [B, N] int64, if rows share draft tokens: the smallest number of nodes per row
+        with which the node would be among the likeliest.
+    form: of a chain or a static shape; None if depths and ancestors follow from the parents.
     """
 
     tokens: Tensor
@@ -97,11 +98,11 @@ class TokenTree:
     @classmethod
     def from_paths(cls, paths: Tensor, nodes: int, votes: Tensor | None = None) -> TokenTree:
         """Merge paths with shared prefixes (ReDrafter, 2403.09919, section 3.2): `paths` [B, W, D]
-        tokens, column 0 the root in all; ABSENT ends a path.
+        tokens, with the root in column 0; ABSENT ends a path.
 
         The first `nodes` distinct prefixes in path-major order are kept (at least D). votes:
-        [B, W, D] what each path adds to the confidence of each of its prefixes, falling along the
-        path; the `nodes` of highest confidence are kept instead. No host synchronisation.
+        [B, W, D] what each path adds to the confidence of each of its prefixes, descending along
+        the path. With votes, the `nodes` of highest confidence are kept. No host synchronisation.
 
         Args:
             paths: Token ids from the root on, for each row.
@@ -109,7 +110,7 @@ class TokenTree:
             votes: The weight of each path.
 
         Returns:
-            The trees of their common beginnings.
+            Trees with each common prefix once.
         """
         width, length = paths.shape[1:]
         same = (paths[:, :, None] == paths[:, None]).cumprod(-1).bool()             # [B, W, W, D]
@@ -130,9 +131,9 @@ class TokenTree:
     def likeliest(
         cls, tokens: Tensor, parents: Tensor, confidence: Tensor, nodes: int, depth_limit: int
     ) -> TokenTree:
-        """The tree of the `nodes` nodes of highest `confidence` of a pool, falling, all [B, M].
+        """The tree of the `nodes` most confident nodes of a pool, descending, all [B, M].
 
-        The root is the pool's node 0; what has confidence 0 is not there. A parent comes before its
+        The root is the pool's node 0; nodes of confidence 0 are absent. A parent comes before its
         children and is no less likely. No host synchronisation.
 
         Args:
@@ -143,7 +144,7 @@ class TokenTree:
             depth_limit: The depth that no node exceeds.
 
         Returns:
-            Trees of the likeliest.
+            Trees of the likeliest nodes.
         """
         numbers = torch.arange(tokens.shape[1], device=tokens.device)
         nodes = min(nodes, len(numbers))
@@ -160,13 +161,13 @@ class TokenTree:
 
     @classmethod
     def concat(cls, trees: Sequence[TokenTree]) -> TokenTree:
-        """Trees of the same roots side by side, each with its own root: a pool, not yet a tree.
+        """Put trees of the same roots side by side, each with its own root: a pool, not yet a tree.
 
         Args:
-            trees: Trees of different rows.
+            trees: Trees of the same rows.
 
         Returns:
-            Trees of all rows.
+            A pool of all nodes.
         """
         parents, start = list[Tensor](), 0
         for tree in trees:
@@ -176,14 +177,15 @@ class TokenTree:
         return cls(tokens, torch.cat(parents, 1), max(tree.depth_limit for tree in trees))
 
     def merged(self, confidence: Tensor, nodes: int) -> TokenTree:
-        """The tree of the likeliest `nodes` of a pool: of nodes with one text the best counts.
+        """The tree of the likeliest `nodes` of a pool. Among nodes with the same text, the best
+        counts.
 
         Args:
             confidence: The probability that each node is accepted.
             nodes: How many to keep.
 
         Returns:
-            Trees in which equal paths are one.
+            Trees in which each path occurs once.
         """
         same = (self.texts[:, :, None] == self.texts[:, None]).all(-1)
         best = torch.where(same, confidence[:, None], 0).amax(2)
@@ -194,18 +196,18 @@ class TokenTree:
         return self.likeliest(self.tokens, parents, chances, nodes, self.depth_limit)
 
     def within_budget(self, nodes: int) -> TokenTree:
-        """The likeliest nodes, `nodes` per row on average; as it is without confidence.
+        """The likeliest nodes, `nodes` per row on average; unchanged if there is no confidence.
 
         Args:
             nodes: The most nodes after the root.
 
         Returns:
-            Trees without what exceeds them.
+            Trees without the other nodes.
         """
         if self.confidence is None:
             return self
         rows, width = self.tokens.shape
-        falling = self.confidence[:, 1:].T.flatten()            # of equals a parent comes first
+        falling = self.confidence[:, 1:].T.flatten()            # among equals, a parent comes first
         order = falling.sort(descending=True, stable=True).indices
         numbers = torch.arange(len(falling), device=falling.device)
         rank = torch.empty_like(order).scatter_(0, order, numbers).view(width - 1, rows).T
@@ -220,7 +222,7 @@ class TokenTree:
         )  # fmt: skip
 
     def best_chain(self) -> TokenTree:
-        """The chain with the most expected tokens, for targets that read no trees."""
+        """The chain with the most expected tokens, for targets that cannot read trees."""
         assert self.confidence is not None, "without confidence no path is best"
         worth = (self.ancestors * self.confidence[:, None]).sum(-1)                 # [B, N]
         node = torch.where(self.present, worth, -1).argmax(1)
@@ -231,12 +233,12 @@ class TokenTree:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """[B] nodes after the root that are there; on the host."""
+        """[B] nodes present after the root; on the host."""
         return [len(tokens) - 1 - tokens.count(ABSENT) for tokens in self.tokens.tolist()]
 
     @cached_property
     def drafted(self) -> Tensor:
-        """[B, 2] how many nodes after the root are there, and how deep these go."""
+        """[B, 2] the number of nodes present after the root, and their greatest depth."""
         reach = torch.where(self.present, self.depths, 0).amax(1)
         return torch.stack([self.present.sum(1) - 1, reach], 1)
 
@@ -261,11 +263,11 @@ class TokenTree:
         return self.form.depths if self.form is not None else self.ancestors.sum(-1) - 1
 
     def positions(self, lengths: Tensor, limit: int) -> Tensor:
-        """[B, N] where each node is, after `lengths` [B] tokens, below `limit`.
+        """[B, N] the position of each node, after `lengths` [B] tokens, below `limit`.
 
         Args:
             lengths: Committed tokens of each row, int64 [B].
-            limit: The last position there is.
+            limit: One more than the last position.
 
         Returns:
             int64 [B, N].
@@ -282,7 +284,7 @@ class TokenTree:
 
     @cached_property
     def present(self) -> Tensor:
-        """[B, N] bool: the node is there."""
+        """[B, N] bool: the node is present."""
         return self.tokens != ABSENT
 
     def path_to(self, node: Tensor) -> Tensor:
@@ -292,7 +294,7 @@ class TokenTree:
             node: The node of each row, int64 [B].
 
         Returns:
-            Nodes from the root on.
+            Indices of nodes, from the root on.
         """
         length, (rows, nodes) = self.depth_limit + 1, self.tokens.shape
         on_path = self.ancestors.gather(1, node[:, None, None].expand(-1, 1, nodes))[:, 0]
@@ -303,7 +305,7 @@ class TokenTree:
 
 
 def well_formed(tree: TokenTree, vocab: int) -> bool:
-    """Whether tokens and parents are in range, and paths no deeper than said."""
+    """Whether tokens and parents are in range, and no path exceeds `depth_limit`."""
     tokens, parents, numbers = tree.tokens, tree.parents, torch.arange(tree.tokens.shape[1])
     before = ((parents >= 0) & (parents < numbers)) | ((numbers == 0) & (parents == -1))
     if not bool((before & (tokens >= ABSENT) & (tokens < vocab)).all()):

@@ -1,4 +1,4 @@
-"""The static form of token trees: which node is whose child. Knows no tokens of a text."""
+"""The static form of token trees: parents and children, without tokens."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TreeShape:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.paths)                     # once: shapes are looked up in every round
+        return hash(self.paths)     # kept: shapes are looked up in every round
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
@@ -107,12 +107,13 @@ class TreeShape:
 
     @cached_property
     def child_ranks(self) -> Tensor:
-        """[2, N] for our kernels: each node's parent, and which of its children it is."""
+        """[2, N] for our kernels: each node's parent, and its rank among the children."""
         return torch.tensor([self.parents, self.ranks])
 
     @lru_cache(maxsize=256)  # noqa: B019 - as above
     def children(self, depth: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of a level's nodes: each parent's place in the level above, and which child each is."""
+        """For the nodes of a level: the parent's index in the level above, and the rank among its
+        children."""
         above, level = self.levels[depth - 1].start, self.levels[depth]
         parents = [self.parents[node] - above for node in level]
         ranks = [self.ranks[node] for node in level]
@@ -121,29 +122,29 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class TreeForm:
-    """What is known of trees whose parents were known before their tokens: depths [B, N] and
-    ancestors [B, N, N] (None in chains, where they are a triangle)."""
+    """Depths [B, N] and ancestors [B, N, N] of trees whose parents are known before their tokens.
+    Ancestors of chains are None (a triangle)."""
 
     parents: Tensor
     depths: Tensor
     ancestors: Tensor | None = None
 
     def first(self, nodes: int) -> TreeForm:
-        """Of the first `nodes` nodes."""
+        """The form of the first `nodes` nodes."""
         sees = self.ancestors[:, :nodes, :nodes] if self.ancestors is not None else None
         return TreeForm(self.parents[:, :nodes], self.depths[:, :nodes], sees)
 
 
 @lru_cache(maxsize=512)
 def chain_form(rows: int, nodes: int, device: torch.device) -> TreeForm:
-    """Of chains."""
+    """The form of chains."""
     parents = torch.arange(-1, nodes - 1, device=device)
     return TreeForm(parents.repeat(rows, 1), (parents + 1).expand(rows, -1))
 
 
 @lru_cache(maxsize=512)
 def shape_form(shape: TreeShape, rows: int, device: torch.device) -> TreeForm:
-    """Of a static shape in so many rows."""
+    """The form of a static shape, in `rows` rows."""
     sees = torch.eye(len(shape), dtype=torch.bool)
     for node, parent in enumerate(shape.parents[1:], 1):
         sees[node] |= sees[parent]
@@ -154,5 +155,5 @@ def shape_form(shape: TreeShape, rows: int, device: torch.device) -> TreeForm:
 
 @lru_cache(maxsize=64)
 def triangle(nodes: int, device: torch.device) -> Tensor:
-    """[nodes, nodes] which nodes each node of a chain sees."""
+    """[nodes, nodes] the nodes that each node of a chain sees."""
     return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()

@@ -1,14 +1,15 @@
-"""Typical acceptance, which is lossy: a likely enough draft token is accepted, chosen or not.
+"""Typical acceptance, which is lossy: a draft token is accepted if it is likely enough, even if the
+target would choose another.
 
-Medusa (2401.10774), section 2.3.1, after truncation sampling (2210.15191). It is kept away from the
-exact rules: nothing uses it unless a caller says "lossy".
+Medusa (2401.10774), section 2.3.1, after truncation sampling (2210.15191). It is kept apart from
+the exact rules: nothing uses it unless the caller says "lossy".
 
-How far it strays comes with every token. Given the text and the tree, whether a draft token is
-accepted follows from the probabilities alone: if so, the next token has a point mass instead of the
-target's distribution p, at a total variation of 1 - p(x); else it is drawn from p, at a distance of
-0. If drafts are a function of the text, this is the distance of what is written, token by token; if
-they are drawn, what is written is the mean over trees, which can only be nearer. Over a whole text
-the distances add up at most.
+Every token comes with its distance from the target's distribution p. Given the text and the tree,
+acceptance depends only on probabilities. If a token x is accepted, the next token is a point mass
+instead of p, a total variation of 1 - p(x); otherwise it is drawn from p, a distance of 0. If
+drafts are a function of the text, this is the exact distance of each token. If they are drawn, the
+output is a mean over trees, whose distance can only be smaller. Over a whole text the distances add
+up at most.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from draftproof.errors import BadInput
 class Typical:
     """Accepts a draft token x if p(x) > min(epsilon, delta * exp(-H(p))), with H the entropy of p.
 
-    p is the target's distribution under the row's sampling; greedy rows have all of it on one
-    token, so they stay exact. The defaults are those of Medusa: a token of 9 % is always accepted,
-    and less is enough where the target is unsure.
+    p is the target's distribution under the row's options. In greedy rows it is one token with
+    probability 1, so these stay exact. The defaults are those of Medusa: a token of 9 % is always
+    accepted, and less is enough where the target is unsure.
     """
 
     epsilon: float = 0.09
@@ -52,8 +53,8 @@ class Typical:
     def accept(self, tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
         """The longest typical path, and a root drawn from the target's distribution after it.
 
-        The root has noise of its own: a drafter may have looked at the noise of the target's
-        choice, and where its token was rejected that choice would no longer be distributed as p.
+        The root uses separate noise. A drafter may have used the noise of the target's choice, and
+        after a rejection that choice would no longer be distributed as p.
 
         Args:
             tree: What was drafted.
@@ -61,7 +62,7 @@ class Typical:
             frontier: The committed text of each row.
 
         Returns:
-            What is accepted, and the new roots.
+            The accepted nodes, and the new roots.
         """
         probs = frontier.sampler.probs(logits, Paths(frontier.prefix, tree))
         return accept_by_typicality(tree, probs, frontier.sampler.chance(frontier.prefix), self)
@@ -82,8 +83,8 @@ class Typical:
 def accept_by_typicality(
     tree: TokenTree, probs: Tensor, chance: Chance, typical: Typical
 ) -> Accepted:
-    """A node is accepted if it is typical after its parent and all its ancestors are accepted; the
-    deepest ends the path, of equally deep ones the one with the likeliest path.
+    """A node is accepted if it is typical after its parent and all its ancestors are accepted. The
+    deepest accepted node ends the path; among equally deep ones, the one with the likeliest path.
 
     probs: [B, N, V] the target's distribution at every node; the next root is drawn from the last.
     """
@@ -105,7 +106,7 @@ def accept_by_typicality(
 
 
 def rule_of(acceptance: str | Rule, lossy: Typical | None) -> tuple[str, Rule]:
-    """The name of an acceptance rule, and the rule.
+    """The name of an acceptance rule, and the rule itself.
 
     Raises:
         BadInput: There is no such rule, or both a rule and a lossy one were given.

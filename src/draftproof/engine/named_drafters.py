@@ -1,4 +1,4 @@
-"""The drafters that need no file of the user's, by name, and which of them drafts by default."""
+"""Drafters that need no file from the user, by name, and the default drafter."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 HEADS = {"medusa": "demo-medusa", "redrafter": "demo-redrafter"}
 """Draft heads embedded in the package, trained for the demo model."""
 SHIPPED = {"88c9fbbe2593e0cb": "qwen2.5-coder-1.5b-redrafter"}
-"""Draft heads in the package that drafts of these weights begin with, by `weights_key`."""
+"""Draft heads in the package that are used by default for these weights, by `weights_key`."""
 
 
 def imported(name: str, target: Target) -> Drafter:
-    """The drafter of a user's own: `module:Class`; modules of the working directory are found.
+    """A drafter of the user's own, `module:Class`; also from the working directory.
 
     The class or function is called with nothing, or with the target if it takes an argument.
     """
@@ -71,7 +71,7 @@ def imported(name: str, target: Target) -> Drafter:
 
 
 def default_name(target: Target) -> str:
-    """What drafts when nobody says: the training-free ones, and heads made for these weights."""
+    """The default drafter: the training-free ones, and heads that ship for these weights."""
     heads = SHIPPED.get(weights_key(target.model)) if target.group.is_single else None
     if heads and not Path(resolve(heads)).exists():
         log.warning("the draft heads for this model are not installed; install draftproof-heads "
@@ -81,8 +81,8 @@ def default_name(target: Target) -> str:
 
 
 def weights_key(model: PreTrainedModel | NativeModel) -> str:
-    """A name for the weights of a model in any precision: of its last norm, which every format
-    keeps as it is."""
+    """A name for the weights of a model, in any precision. It is made from the last norm, which no
+    format changes."""
     if isinstance(model, NativeModel):
         return _digest(model.decoder.norm_weight)
     vectors = [weight for _, weight in model.named_parameters() if weight.dim() == 1]

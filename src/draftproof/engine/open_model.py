@@ -1,4 +1,4 @@
-"""A model, its tokenizer and its sampling defaults, from what a configuration names."""
+"""Open the model that a configuration names, its tokenizer and its sampling defaults."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ NATIVE = "mtp"
 
 
 def native_source(model: str | Path | PreTrainedModel, config: EngineConfig) -> NativeFolder | None:
-    """A folder that is read by our own forward, without transformers' class of the model.
+    """A model folder for our own forward, without transformers' class of the model.
 
-    None for what needs a module of transformers: what compiles or records its forward, and the
-    drafter in a model's own checkpoint, whose layer is of the class of the model's.
+    None if a transformers module is needed: to compile or record its forward, or for the drafter
+    in the model's own checkpoint, whose layer has the class of the model's layers.
     """
     needs_module = config.compile or config.graphs or config.parallel is not None
     needs_module |= NATIVE in str(config.drafter).split("+")
@@ -49,7 +49,7 @@ def native_source(model: str | Path | PreTrainedModel, config: EngineConfig) -> 
 
 
 def native_target(native: NativeFolder, config: EngineConfig, codec: Codec | None) -> Target:
-    """A target of such a folder, quantised from its file where that was asked for."""
+    """The target of such a folder, quantised while it is read if that was asked for."""
     if config.quantize is None:
         return target_of(native.model(), kv_cache=config.kv_cache)
     doing(f"quantising to {config.quantize}")
@@ -68,7 +68,7 @@ def passage_of(codec: Codec | None, context: int) -> Tensor | None:
 
 
 def defaults_of(model: object, ignored: str | None) -> tuple[Sampling, tuple[int, ...]]:
-    """The sampling that a model's own generation_config asks for, and its end tokens."""
+    """The sampling defaults in a model's own generation_config, and its end tokens."""
     if isinstance(model, NativeModel):
         return native_defaults(model, ignored)
     from draftproof.model.generation_defaults import default_sampling
@@ -80,7 +80,8 @@ def open_model(
     model: str | Path | PreTrainedModel, config: EngineConfig, *, packs: bool,
     group: ProcessGroup = ALONE,
 ) -> PreTrainedModel | NativeModel:
-    """A model loaded here may be packed for speed; one that was handed in is never changed."""
+    """Load the model. One that is loaded here may be packed for speed; a model object that was
+    passed in is never changed."""
     if not isinstance(model, (str, Path)):
         return model
     if config.parallel is not None and not group.is_single:
@@ -98,7 +99,7 @@ def codec_of(
     tokenizer: PreTrainedTokenizerBase | str | Path | None, model: str | Path | PreTrainedModel,
     loaded: PreTrainedModel | NativeModel, trust: bool
 ) -> Codec | None:
-    """The tokenizer given, or the one in the model's folder; None if there is neither."""
+    """The tokenizer of the options, or of the model's folder; None if there is neither."""
     if tokenizer is not None and not isinstance(tokenizer, (str, Path)):
         return Codec(tokenizer)
     where = tokenizer or (model if isinstance(model, (str, Path)) else loaded.config.name_or_path)
@@ -111,7 +112,7 @@ def codec_of(
 def native_file(model: str | Path, config: EngineConfig) -> NativeModel | None:
     """A GGUF file of a family that our forward reads, in the file's own format or in `dtype`.
 
-    None for what needs a module of transformers: other devices and compilation.
+    None if a transformers module is needed: on other devices, and to compile.
     """
     if not GGUFFile.recognises(model) or config.compile or config.graphs:
         return None

@@ -1,6 +1,6 @@
-"""Prompts: read in chunks, several short ones side by side, and given rows of the batch.
+"""Read prompts in chunks, several short ones side by side, and give them rows of the batch.
 
-Knows caches and drafters' memories; knows nothing of what is written after a prompt.
+This knows caches and drafters' memories, but nothing of what is written after a prompt.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from draftproof.errors import BadInput
 from draftproof.model.target import Target
 
 SHORT, TOGETHER = 64, 256
-"""Tokens of a prompt that is read with others, in one pass, and of all of these, each as long as
-the longest. Fused layers read no wider: with them longer prompts are read so many at a time, with
-the bits of a round."""
+"""The most tokens of a prompt that is read together with others, and of all these prompts padded to
+the longest. Our fused layers read no wider passes: they read longer prompts in chunks of this
+size, with the same bits as rounds."""
 
 
 class Prompts:
-    """How prompts are read into rows of `cache`, and what of earlier texts they begin with."""
+    """Reads prompts into rows of `cache`, and reuses beginnings of earlier texts."""
 
     def __init__(
         self, target: Target, drafter: Drafter, cache: KVCache, shapes: ShapePolicy, ops: Ops,
@@ -42,21 +42,21 @@ class Prompts:
                 f"{target.name} keeps {kept}, which static shapes would pad; leave graphs, "
                 "compilation and static shapes out"
             )
-        # states have no beginnings, and what a decoder keeps depends on what was encoded
+        # states cannot be cut, and a decoder's cache depends on the encoder's input
         reads_all = target.has_states or target.is_encoder_decoder or drafter.needs_all_hidden
         self.prefixes = None if reads_all else prefixes
         if prefixes is not None:
             prefixes.belong_to(target.weights_version)
         self.prompt_cache = target.new_cache(1, cache.capacity) if shapes.closed else None
         self.several = ops.on_host and target.ragged_batches          # padding costs nothing
-        # one path reads drafts and prompts alike: what a text stores is the same however it came
+        # drafts and prompts are read by one path, so a text stores the same values either way
         self.alike = self.several and target.kv_cache in (None, "int8")
         self.grain, self.chunk = (1, SHORT) if self.alike else (CHUNKS[-1], CHUNKS[-1])
 
     def admissible(
         self, prompts: Sequence[Sequence[int]], owners: Sequence[int] | None = None
     ) -> int:
-        """How many of the first of these prompts are read at once: several if they are short."""
+        """How many of the first prompts are read together: several if they are short."""
         count = longest = 0
         for prompt, owner in zip(prompts, owners or [0] * len(prompts), strict=True):
             longest = max(longest, self._unread(prompt, owner))
@@ -67,38 +67,38 @@ class Prompts:
         return count
 
     def is_long(self, prompt: Sequence[int], owner: int = 0) -> bool:
-        """Whether a prompt is read in more than one chunk, between which rounds may come."""
+        """Whether a prompt needs more than one chunk, with rounds in between."""
         in_one_read = self.shapes.closed or self.target.is_encoder_decoder
         return not in_one_read and self._unread(prompt, owner) > self.chunk
 
     def remember(
         self, row: KVCache, text: Sequence[int], prompt: int, owner: int, *, copy: bool = True
     ) -> None:
-        """Keep what the one row of a cache holds of a text for prompts that begin like it; where
-        drafts are read in another way than prompts, of its `prompt` tokens alone.
+        """Remember the only row of a cache for prompts that begin with the same text; only the
+        first `prompt` tokens if drafts are not read like prompts.
 
-        copy: whether the cache goes on to be written to."""
+        copy: whether the cache will still be written to."""
         if self.prefixes is not None:
             count = len(text) if self.alike else prompt // self.grain * self.grain
             self.prefixes.keep(text[:count], row, owner, copy=copy)
 
     def padded(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
-        """[b, width] tokens, ABSENT after the shorter texts."""
+        """[b, width] tokens, padded with ABSENT."""
         lines = [[*text, *[ABSENT] * (width - len(text))] for text in texts]
         return torch.tensor(lines, device=self.target.device)
 
     def _unread(self, prompt: Sequence[int], owner: int) -> int:
-        """How many tokens of a prompt must be read."""
+        """How many tokens of a prompt are still to be read."""
         if self.prefixes is None or len(prompt) <= SHORT:
             return len(prompt)
         return len(prompt) - self.prefixes.length(prompt, self.grain, owner)
 
 
 class Prefill:
-    """Prompts while they are read, a chunk at a time.
+    """Prompts that are being read, a chunk at a time.
 
-    groups: the samples of each. first: the first of the rows they get; None, if that is not known
-    before they `join`: then, and where shapes are static, they are read into a cache of their own.
+    groups: the samples of each prompt. first: the first row they get. None: it is not known before
+    `join`, so they are read into a separate cache, as with static shapes.
     """
 
     def __init__(self, prompts: Prompts, groups: Sequence[Samples], first: int | None) -> None:
@@ -122,9 +122,9 @@ class Prefill:
         self.rests = [text[known:] for text, known in zip(self.texts, self.known, strict=True)]
 
     def read(self, limit: int | None = None) -> bool:
-        """Read the next chunk; whether it was the last.
+        """Read the next chunk; return whether it was the last.
 
-        limit: the most tokens of it. It counts only where the size of a chunk changes no bits."""
+        limit: the most tokens of the chunk. Ignored where the size of a chunk would change bits."""
         shapes, target, longest = self.prompts.shapes, self.prompts.target, self._longest
         reach = max(self.known) + self.start
         self.view.set_max_length(self.prompts.cache.capacity if shapes.closed else reach)
@@ -133,7 +133,7 @@ class Prefill:
         texts = [rest[self.start : self.start + width] for rest in self.rests]
         tree, self.start = TokenTree.chain(self.prompts.padded(texts, width)), self.start + width
         finished, layers = self.start >= longest, self.prompts.drafter.hidden_layers
-        alone = len(texts) == 1 and not (finished and shapes.closed)           # nothing is padded
+        alone = len(texts) == 1 and not (finished and shapes.closed)           # no padding
         reading = target.read(tree, self.view, last_only=alone, hidden_layers=layers)
         self._commit(tree, reading, [len(text) for text in texts])
         if finished and longest > SHORT:
@@ -143,12 +143,12 @@ class Prefill:
 
     @property
     def finished(self) -> bool:
-        """Whether all of the prompts was read."""
+        """Whether the prompts were read to the end."""
         return self.start >= self._longest
 
     def join(self, first: int) -> Tensor:
-        """Let the prompts have the rows of the batch from `first` on, and the drafter observe them;
-        return the logits at their ends, [b, 1, V]."""
+        """Give the prompts the rows of the batch from `first` on, and let the drafter observe them.
+        Return the logits at their ends, [b, 1, V]."""
         cache, drafter = self.prompts.cache, self.prompts.drafter
         if self.prompt_cache is not None:
             cache.copy_row(torch.tensor([first], device=cache.lengths.device), self.prompt_cache)
@@ -165,8 +165,8 @@ class Prefill:
         return max(map(len, self.rests))
 
     def _reuse(self, place: int) -> int:
-        """How many tokens of a prompt need not be read. Of their hidden states a drafter needs the
-        last one alone, which comes with the rest."""
+        """How many tokens of a prompt need not be read. A drafter needs only the last hidden state,
+        which comes with the rest of the prompt."""
         prefixes, text = self.prompts.prefixes, self.texts[place]
         if prefixes is None:
             return 0
@@ -181,7 +181,7 @@ class Prefill:
         return known
 
     def _commit(self, tree: TokenTree, reading: Reading, sizes: Sequence[int]) -> None:
-        """Commit a chunk of which each row has so many tokens, the rest of the width is padding."""
+        """Commit a chunk. Each row has `counts` tokens of it; the rest of the width is padding."""
         count = torch.tensor(sizes, device=self.prompts.target.device)
         self.view.keep(None, count)
         for place, size in enumerate(sizes):
@@ -194,7 +194,7 @@ class Prefill:
             self.logits = self.logits.gather(1, ends)
 
     def _note(self, place: int, tokens: Tensor, count: Tensor, hidden: Tensor | None) -> None:
-        """Note what the drafter will observe: short chunks of a text as one commit."""
+        """Collect what the drafter will observe: short chunks of a text become one commit."""
         last = self.commits[-1] if self.commits else None
         joined = last is not None and last.rows == [place]
         if last is not None and joined and last.tokens.shape[1] + tokens.shape[1] <= SHORT:

@@ -1,5 +1,5 @@
-"""Prefixes of earlier texts with their keys and values: what a prompt begins with need not be read
-again. Knows caches and tokens; knows nothing of rounds."""
+"""Keys and values of earlier texts, so that a prompt with the same beginning need not be read
+again. This knows caches and tokens, but nothing of rounds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from draftproof.cache.kv_cache import KVCache
 
 LEAST = 16
-"""Fewer tokens are read sooner than they are looked up and copied."""
+"""Reading fewer tokens takes less time than looking them up and copying them."""
 
 
 class Known(NamedTuple):
-    """An owner's text, and what each layer stores of it: [1, heads, tokens, ...] each."""
+    """The text of an owner, and each layer's store of it, [1, heads, tokens, ...]."""
 
     tokens: npt.NDArray[np.int64]
     stores: list[Tensor]
@@ -25,21 +25,21 @@ class Known(NamedTuple):
     owner: int
 
     def common(self, text: npt.NDArray[np.int64]) -> int:
-        """How many first tokens it shares with a text."""
+        """How many tokens its common prefix with a text has."""
         size = min(len(text), len(self.tokens))
         differ = text[:size] != self.tokens[:size]
         return int(differ.argmax()) if differ.any() else size
 
 
 class PrefixCache:
-    """Texts in at most `limit` bytes; those not used for longest go first.
+    """Texts in at most `limit` bytes; the least recently used are dropped first.
 
-    It belongs to one model with its present weights: `belong_to` forgets those of any other. A text
-    serves the prompts of its owner alone.
+    It belongs to one model and its present weights: `belong_to` forgets texts of others. A text
+    serves only prompts of its owner.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.known = limit, list[Known]()       # the last used at the end
+        self.limit, self.known = limit, list[Known]()       # the most recently used at the end
         self.hits = self.reused = 0
         self._owner: object = None
 
@@ -49,14 +49,14 @@ class PrefixCache:
         return sum(entry.nbytes for entry in self.known)
 
     def belong_to(self, weights: object) -> None:
-        """Forget what other weights computed."""
+        """Forget everything that other weights computed."""
         if weights is not self._owner:
             self._owner = weights
             self.known.clear()
 
     def reuse(self, prompt: Sequence[int], row: KVCache, grain: int, owner: int = 0) -> int:
-        """Put the longest known beginning of a prompt, a multiple of `grain`, into the one row of a
-        cache; return its length. The last token is never known: it must be read."""
+        """Copy the longest known beginning of a prompt, a multiple of `grain`, to the only row of a
+        cache; return its length. The last token is always left to be read."""
         best, count = self._best(prompt, grain, owner)
         if count:
             entry = self.known.pop(best)
@@ -68,15 +68,15 @@ class PrefixCache:
         return count
 
     def length(self, prompt: Sequence[int], grain: int, owner: int = 0) -> int:
-        """How much of a prompt `reuse` would put in place."""
+        """How many tokens of a prompt `reuse` would copy."""
         return self._best(prompt, grain, owner)[1]
 
     def keep(
         self, tokens: Sequence[int], row: KVCache, owner: int = 0, *, copy: bool = True
     ) -> None:
-        """Remember a text whose keys and values are in the one row of a cache, if it fits.
+        """Remember a text whose keys and values are in the only row of a cache, if it fits.
 
-        copy: whether the cache goes on to be written to."""
+        copy: whether the cache will still be written to."""
         text, count = np.array(tokens), len(tokens)
         shared = [entry.common(text) if entry.owner == owner else -1 for entry in self.known]
         each = sum(store.stride(2) * store.shape[1] * store.element_size() for store in row.tensors)
@@ -84,7 +84,7 @@ class PrefixCache:
         if count < LEAST or count in shared or nbytes > self.limit:
             return
         self.known = [entry for entry, common in zip(self.known, shared, strict=True)
-                      if common < len(entry.tokens)]          # others begin it, and say no more
+                      if common < len(entry.tokens)]          # prefixes of it are no longer needed
         stores = [store[:, :, :count] for store in row.tensors]
         if copy:
             stores = [store.clone() for store in stores]
@@ -95,7 +95,8 @@ class PrefixCache:
             self.known.pop(0)
 
     def _best(self, prompt: Sequence[int], grain: int, owner: int) -> tuple[int, int]:
-        """Which text of an owner begins most like a prompt, and how much of that is of use."""
+        """The owner's text with the longest prefix of a prompt, and how many of its tokens can be
+        used."""
         text = np.array(prompt[:-1])
         shared = [(entry.common(text), place) for place, entry in enumerate(self.known)
                   if entry.owner == owner]

@@ -1,4 +1,4 @@
-"""What a round gave each row, as numbers on the host."""
+"""The result of a round for each row, as numbers on the host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from draftproof.core.tree import TokenTree
 
 
 class RowOutput(NamedTuple):
-    """What a round gave one row: the accepted tokens and the next root; the accepted nodes.
+    """The result of a round for one row: the accepted tokens and the next root, and the accepted
+    nodes.
 
-    drafted: nodes after the root. reach: depth of the deepest. logprobs, distance, top: of each
-    token, if somebody asks; they may be longer. top: the likeliest tokens in its place.
+    drafted: nodes after the root. reach: depth of the deepest. logprobs, distance, top: for each
+    token, if needed; they may be longer. top: the likeliest tokens at its position.
     """
 
     drafted: int
@@ -34,10 +35,10 @@ def row_outputs(
     tree: TokenTree, accepted: Accepted, new: Tensor, scored: Tensor | None, ops: Ops,
     top: int = 0,
 ) -> list[RowOutput]:
-    """Of all rows, in one copy to the host.
+    """The results of all rows, in one copy to the host.
 
-    new: [B, D] accepted tokens, the next root at count - 1. scored: logits [B, N, V] if needed,
-    top: and so many of the likeliest tokens.
+    new: [B, D] accepted tokens, the next root at count - 1. scored: logits [B, N, V], if
+    log-probabilities are needed. top: how many of the likeliest tokens are needed.
     """
     drafted = tree.drafted if accepted.drafted is None else accepted.drafted
     columns = [accepted.count[:, None], drafted, new]
@@ -64,8 +65,8 @@ def row_outputs(
 def logprobs(
     logits: Tensor, nodes: Tensor, tokens: Tensor, dtype: torch.dtype, top: int = 0
 ) -> list[Tensor]:
-    """[B, D] log-probability of `tokens` [B, D] under raw logits [B, N, V] at `nodes` [B, D]; of
-    the `top` likeliest tokens the ids and log-probabilities, [B, D * top]."""
+    """[B, D] log-probability of `tokens` [B, D] under raw logits [B, N, V] at `nodes` [B, D]; ids
+    and log-probabilities of the `top` likeliest tokens, [B, D * top]."""
     row = torch.arange(len(nodes), device=nodes.device)[:, None]
     log_probs = logits[row, nodes].to(dtype).log_softmax(-1)
     chosen = log_probs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]

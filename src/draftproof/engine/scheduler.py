@@ -21,20 +21,20 @@ from draftproof.requests.stats import Clock, RoundStats
 
 
 class Scheduler:
-    """Requests that wait, and those that run side by side in one batch.
+    """Waiting requests, and those that run side by side in one batch.
 
-    Everything is done by `step`; `add` and `abort` may be called from any thread.
+    `step` does all the work; `add` and `abort` may be called from any thread.
 
     Args:
-        new_decoder: Makes the batch, for so many rows of texts of up to so many tokens.
+        new_decoder: Makes the batch, for a number of rows and a number of tokens per row.
         rows: Sequences that run side by side.
         length: Tokens of prompt and text together that a row has room for. A longer request waits
-            until nothing runs; then the batch is made again with room for it.
-        interleave: Read long prompts a chunk per step, with a round of what runs in the same step.
-            Texts that run go on meanwhile; all texts together take longer. False reads prompts
-            first, as long as rows are free.
+            until nothing runs; then a larger batch is made.
+        interleave: Read long prompts one chunk per step, with a round for the running texts in the
+            same step. These go on in the meantime, but all texts together take longer. False: read
+            prompts first, as long as rows are free.
         lock: Held in each step, for schedulers that share a target.
-        stats: Counts what has ended, and the seconds.
+        stats: Counts the texts that have ended, and the seconds.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Scheduler:
         self.stats = RoundStats() if stats is None else stats
         self.waiting: deque[Request] = deque()
         self._queue = Lock()                        # held while `waiting` changes
-        self.running: list[Request] = []            # prefilling ones included
+        self.running: list[Request] = []            # including those being prefilled
         self.decoder: Decoder | None = None
         self._aborted: deque[Request] = deque()
         self._idle = False                          # since the last step
@@ -77,7 +77,7 @@ class Scheduler:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request before the next step; nothing happens if it has ended.
+        """End a request before the next step, unless it has ended already.
 
         Args:
             request: The request to end.
@@ -92,7 +92,7 @@ class Scheduler:
         """Take the next step: read prompts of requests that join, or run a round.
 
         Returns:
-            What is new of each sequence that runs or has ended.
+            Updates of the sequences that run or have ended.
         """
         with self.lock:
             if self._aborted:
@@ -109,7 +109,7 @@ class Scheduler:
         return updates
 
     def fail(self, error: Exception) -> list[Update]:
-        """End everything that runs with an error, after a step that failed; what waits goes on.
+        """End all running requests with an error, after a failed step. Waiting requests stay.
 
         Args:
             error: What the step raised.
@@ -134,7 +134,7 @@ class Scheduler:
         return updates
 
     def close(self) -> None:
-        """Abort everything, and let go of the batch."""
+        """Abort all requests, and release the batch."""
         for request in self.requests():
             self.abort(request)
         with self.lock:
@@ -144,16 +144,16 @@ class Scheduler:
             self.decoder = None
 
     def requests(self) -> list[Request]:
-        """Those that wait or run."""
+        """Waiting and running requests."""
         return [*self.waiting, *self.running]
 
     @property
     def clock(self) -> Clock:
-        """Where the seconds of the present batch went."""
+        """The clock of the present batch."""
         return self.decoder.clock if self.decoder is not None else Clock()
 
     def _drop_aborted(self) -> None:
-        """End what was aborted."""
+        """End the aborted requests."""
         while self._aborted:
             request = self._aborted.popleft()
             with self._queue:
@@ -167,15 +167,15 @@ class Scheduler:
         if self._prefill is not None and self._prefill[0].finished:
             self._prefill = None
         if self.decoder is not None and self._may_move:
-            self.decoder.retire()                   # else they leave when the prompt was read
+            self.decoder.retire()                   # otherwise they leave once the prompt was read
 
     @property
     def _may_move(self) -> bool:
-        """Whether rows may come and go: not while a prompt is read into the batch."""
+        """Whether rows may join and leave: not while a prompt is read into the batch."""
         return self._prefill is None or self.interleave
 
     def _next(self) -> list[Request]:
-        """Take from those that wait who joins now; of long prompts one is read at a time."""
+        """Choose the waiting requests that join now. Only one long prompt is read at a time."""
         if not self._may_move:
             return []
         with self._queue:
@@ -202,13 +202,13 @@ class Scheduler:
         return fitting[:count]
 
     def _makes_room(self, request: Request) -> bool:
-        """Whether the batch has room for a request; where nothing runs it is made so."""
+        """Whether the batch has room for a request. If nothing runs, the batch is enlarged."""
         fits = request.max_length <= self.length
         if self.running and self.decoder is not None:
             return fits
         self.length = max(self.length, request.max_length)
         if self.decoder is None or not fits:
-            self.decoder, self._counted = None, {}                  # its memory goes first
+            self.decoder, self._counted = None, {}                  # free its memory first
             self.decoder = self.new_decoder(self.rows, self.length)
         elif self._idle:
             self.decoder.refresh()
@@ -216,12 +216,12 @@ class Scheduler:
         return True
 
     def _read_prompts(self, joining: list[Request]) -> None:
-        """Read the next chunk of a long prompt, and the short prompts of who joins; where texts go
-        on meanwhile, run a round, too."""
+        """Read the next chunk of a long prompt, and the short prompts of joining requests. With
+        `interleave`, also run a round."""
         decoder = self.decoder
         assert decoder is not None
         goes_on = bool(decoder.batch.running) or not joining
-        waits = False                       # its cache was made, which takes as long as a chunk
+        waits = False                       # making its cache takes as long as a chunk
         if len(joining) == 1 and decoder.prompts.is_long(
             joining[0].prompt, joining[0].owner
         ):
@@ -241,7 +241,7 @@ class Scheduler:
             decoder.step()
 
     def _count_seconds(self) -> None:
-        """Add the seconds since this was called last."""
+        """Add the seconds since the last call."""
         seconds, before = self.clock.seconds, self._counted
         self.stats.add(RoundStats(seconds={
             part: value - before.get(part, 0.0) for part, value in seconds.items()
@@ -264,7 +264,7 @@ class Scheduler:
             self._trees[id(row)] = list(zip(tokens, parents, accepted, who, strict=True))
 
     def _updates(self) -> list[Update]:
-        """What is new since the last step; requests whose sequences have all ended leave."""
+        """Updates since the last step. Requests whose sequences have all ended are removed."""
         now, updates, ended = time.perf_counter(), list[Update](), False
         for request in self.running:
             for sequence in request.sequences:

@@ -1,8 +1,8 @@
-"""Which sizes a running batch takes: as needed, or from a small closed set. Knows numbers alone.
+"""The sizes of a running batch: as needed, or from a small closed set.
 
 A device that compiles a graph for every shape (a Gaudi, a captured CUDA graph) must not meet a new
-one with every prompt. Closed, a batch keeps its rows (padding does what another row does), reads
-see the whole cache, prompts are read in chunks of a few sizes, and few draft sizes are tried.
+shape with every prompt. With closed shapes, a batch keeps its rows (padding repeats another row),
+reads see the whole cache, prompts are read in chunks of a few sizes, and few draft sizes are tried.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShapePolicy:
             raise BadInput(f"a bucket of {self.bucket} tokens was given; it must be at least 1")
 
     def rows(self, wanted: int) -> int:
-        """Rows of a batch that is to run so many at a time.
+        """The number of rows to allocate for a batch.
 
         Args:
             wanted: Rows that are needed.
@@ -40,7 +40,7 @@ class ShapePolicy:
         return 1 << (wanted - 1).bit_length() if self.closed else wanted
 
     def capacity(self, tokens: int) -> int:
-        """Positions per row for texts of so many tokens, scratch included.
+        """Positions per row for texts of a length, scratch included.
 
         Args:
             tokens: Tokens that are needed.
@@ -54,7 +54,7 @@ class ShapePolicy:
         return -(-buckets // step) * step * BUCKET
 
     def chunk(self, tokens: int) -> int:
-        """Tokens of the next read of a prompt of which so many are left, padding included.
+        """The size of the next chunk of a prompt, padding included.
 
         Args:
             tokens: Tokens of a prompt that are left to read.
@@ -65,7 +65,7 @@ class ShapePolicy:
         return chunk_of(tokens, self.closed)
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        """Draft sizes to choose from when they are closed: reads of 1, 2, 4, 8, ... nodes.
+        """Draft sizes with closed shapes: reads of 1, 2, 4, 8, ... nodes.
 
         Args:
             most: The most nodes of a draft.

@@ -1,4 +1,4 @@
-"""Shapes run before the first text, for devices that compile what they meet."""
+"""Run all shapes before the first text, for devices that compile each new shape."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def warm_up(engine: Engine, tokens: int, batch_size: int, sampling: Sampling) -> None:
-    """Run once every shape that `Engine.warm_up` says."""
+    """Run once every shape that a batch can need; see `Engine.warm_up`."""
     most, rows = engine.budget.max_draft_tokens, engine.shapes.rows(batch_size)
     capacity = engine.shapes.capacity(tokens + most + 2)
     longest = min(capacity, engine.target.context) - most - 3
     sizes = engine.budget.sizes if isinstance(engine.budget, Adaptive) else (most,)
-    pauses = (0, 2, 5) if len(sizes) > 1 else (0,)      # a drafter catches up with what it missed
+    pauses = (0, 2, 5) if len(sizes) > 1 else (0,)      # after a pause, a drafter catches up
     scripts = [(1, [size, *[0] * pause, size]) for size in sizes for pause in pauses]
     lengths = {min(width, longest) for width in (*CHUNKS, CHUNKS[-1] + 1)}
     scripts += [(length, [size]) for length in sorted(lengths) for size in sizes]
@@ -42,7 +42,7 @@ def warm_up(engine: Engine, tokens: int, batch_size: int, sampling: Sampling) ->
 
 
 class _Script(Budget):
-    """Sizes that were written down, round by round."""
+    """A fixed list of draft sizes, one per round."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.max_draft_tokens, self.sizes = max(sizes), sizes

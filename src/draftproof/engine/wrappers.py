@@ -1,8 +1,8 @@
-"""Drafters, rules and budgets around others: for texts that have a source, and for several ranks.
+"""Wrappers of drafters, rules and budgets: for texts that have a source, and for several ranks.
 
-The parts of a sharded target compute one forward between them, so all ranks must feed it the same
-tree and keep the same nodes. Every rank drafts and weighs for itself; rank 0's draft is read, and
-rank 0's choice stands.
+The ranks of a sharded target compute one forward together, so all of them must read the same tree
+and keep the same nodes. Every rank drafts and decides, but the draft and the decision of rank 0
+are used.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from draftproof.model.target import Target
 from draftproof.requests.stats import Round, State
 
 ROOM = 2048
-"""Tokens of a source that are looked at."""
+"""The most tokens of a source that are used."""
 
 
 class DrafterWrapper(Drafter):
-    """Passes everything on to `inner`, attributes that drafters have by default included."""
+    """Forwards everything to `inner`, including attributes with defaults in `Drafter`."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
@@ -63,16 +63,17 @@ class DrafterWrapper(Drafter):
 
 
 _DEFAULTS = set(Drafter.__mro__)
-"""Classes whose attributes a wrapper does not take for its own."""
+"""Classes whose attributes a wrapper forwards instead of using."""
 
 
 class SourceText(DrafterWrapper):
-    """A drafter of text alone whose rows begin with what their encoder reads: a summary or a
-    correction repeats its source."""
+    """A text drafter whose rows begin with the encoder's input: a summary or a correction repeats
+    its source."""
 
     @classmethod
     def wrap(cls, inner: Drafter, target: Target) -> Drafter:
-        """`inner` itself, if nothing is encoded, or if it looks at more than text."""
+        """A wrapper of `inner`; `inner` itself if there is no encoder, or if it reads hidden
+        states."""
         return cls(inner) if target.is_encoder_decoder and not inner.hidden_layers else inner
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
@@ -112,7 +113,7 @@ class SourceText(DrafterWrapper):
 
 
 class BroadcastDrafter(DrafterWrapper):
-    """Proposes what it proposes on rank 0. Shapes never depend on what was computed."""
+    """Proposes rank 0's draft on all ranks. Shapes never depend on computed values."""
 
     def __init__(self, inner: Drafter, group: ProcessGroup) -> None:
         super().__init__(inner)
@@ -149,7 +150,7 @@ class BroadcastBudget(Budget):
 
 
 def broadcast_rule(rule: Rule, group: ProcessGroup) -> Rule:
-    """Accepts what the rule accepts on rank 0."""
+    """A rule that accepts on all ranks what `rule` accepts on rank 0."""
     def accept(tree: TokenTree, logits: Tensor, frontier: Frontier) -> Accepted:
         mine = rule.accept(tree, logits, frontier)
         nodes, count, root = group.broadcast(mine.nodes, mine.count, mine.root)
