@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import subprocess
+import sys
+
 import pytest
 
 import draftproof as dp
@@ -48,3 +51,10 @@ def test_former_keywords() -> None:
         assert dp.Fixed(4, floor=0.5).min_confidence == 0.5     # type: ignore[call-arg]
     with pytest.warns(FutureWarning, match="max_draft_tokens"):
         assert dp.Adaptive(most=6).max_draft_tokens == 6        # type: ignore[call-arg]
+
+
+def test_defining_the_classes_warns_of_nothing() -> None:
+    """`dataclass` looks at every attribute of a class, and users see what an import warns of."""
+    code = "import draftproof, draftproof.engine.load"
+    subprocess.run([sys.executable, "-W", "error::FutureWarning:draftproof", "-W",
+                    "error::FutureWarning:dataclasses", "-c", code], check=True)

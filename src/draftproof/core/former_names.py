@@ -26,8 +26,10 @@ class FormerName:
         self.former = former
 
     def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:            # dataclass looks at every attribute of a class
+            return getattr(owner, self.name, self)
         _warn(self.former, self.name)
-        return getattr(owner if instance is None else instance, self.name)
+        return getattr(instance, self.name)
 
     def __set__(self, instance: object, value: object) -> None:
         _warn(self.former, self.name)
