@@ -188,7 +188,7 @@ def test_a_model_whose_states_do_not_carry_on_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(StateCache, "_take", lambda cache, mark, rows: taken(cache, mark, rows[:1]))
     with pytest.raises(UnsupportedModel, match="the states it kept"):
         made("states and keys in one layer")
-    monkeypatch.setattr(Trail, "after", lambda trail, row, tokens: after(trail, 0, tokens))
+    monkeypatch.setattr(Trail, "after", lambda trail, row, *rest: after(trail, 0, *rest))
     with pytest.raises(UnsupportedModel, match="the states it kept"):
         made("gated delta net")
 

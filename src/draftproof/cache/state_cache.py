@@ -23,6 +23,7 @@ from draftproof.cache.kv_layer import KVLayer, LayerShape
 from draftproof.cache.state_layer import HybridLayer, StateLayer, Trail
 from draftproof.cache.state_shape import StateShape
 from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.native.threads import torch_alone
 
 BLOCK = 16
 """Tokens of a row that are read in one pass, if a draft is not longer: those that wait, the root,
@@ -161,7 +162,12 @@ class StateCache(KVCache):
 
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
         """Commit `count` [B] nodes of chains: states move on as far as some are known."""
-        counts, moved = count.cpu(), torch.zeros_like(self.waiting)
+        with torch_alone():
+            self._move_on(count.cpu())
+        super().keep(None, count)
+
+    def _move_on(self, counts: Tensor) -> None:
+        moved = torch.zeros_like(self.waiting)
         self._follow(counts, moved)
         for mark in reversed(self._reads.marks):
             rows = (moved == 0) & (mark.nodes > 0) & (mark.nodes <= counts)
@@ -172,7 +178,6 @@ class StateCache(KVCache):
         self._reads.marks = [mark for mark in left if bool(mark.nodes.any())]
         self._reads.trails = [trail._replace(start=trail.start - counts)
                               for trail in self._reads.trails]  # fmt: skip
-        super().keep(None, count)
 
     def _follow(self, counts: Tensor, moved: Tensor) -> None:
         """Move states of rows to those after `counts` [B] nodes, where these were recorded; `moved`
@@ -184,8 +189,7 @@ class StateCache(KVCache):
                     continue
                 moved[row] = counts[row]
                 for layer, trail in zip(self._stateful, trails.layers, strict=True):
-                    for store, state in zip(layer.states, trail.after(row, tokens), strict=True):
-                        store[row] = state.to(store.dtype)
+                    trail.after(row, tokens, [state[row] for state in layer.states])
 
     def copy_row(self, row: Tensor, other: KVCache) -> None:
         assert isinstance(other, StateCache)
@@ -226,4 +230,7 @@ class StateCache(KVCache):
         index = rows.to(self.lengths.device)
         for layer, states in zip(self._stateful, mark.states, strict=True):
             for store, new in zip(layer.states, states, strict=True):
+                if len(rows) == len(store):
+                    store.copy_(new)
+                    continue
                 store.index_copy_(0, index, new.index_select(0, index).to(store.dtype))

@@ -6,12 +6,14 @@ on copies, which `StateCache` takes over where all that was read is committed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from draftproof.cache.delta_rule import Recorded
 from draftproof.cache.kv_layer import KVLayer
 from draftproof.cache.state_shape import StateShape
 from draftproof.cache.transformers_patches import HandedStates, recorded
@@ -23,18 +25,19 @@ class Trail(NamedTuple):
     Attributes:
         shapes: Of the states.
         parts: Of each state: inputs [B, channels, W + L] of a convolution after those before them,
-            or L recurrent states [B, ...].
+            or what was recorded of recurrent states.
     """
 
     shapes: tuple[StateShape, ...]
     parts: list[Any]
 
-    def after(self, row: int, tokens: int) -> list[Tensor]:
-        """The states of a row after so many tokens of the block, at least one."""
-        return [
-            part[row, :, tokens : tokens + shape.size[-1]] if shape.kind == "conv"
-            else part[tokens - 1][row] for shape, part in zip(self.shapes, self.parts, strict=True)
-        ]  # fmt: skip
+    def after(self, row: int, tokens: int, to: Sequence[Tensor]) -> None:
+        """Put the states of a row after so many tokens of the block, at least one, into these."""
+        for shape, part, state in zip(self.shapes, self.parts, to, strict=True):
+            if shape.kind == "conv":
+                state.copy_(part[row, :, tokens : tokens + shape.size[-1]])
+            else:
+                part.after(row, tokens, state)
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
@@ -49,7 +52,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.conv_states: dict[int, Tensor | None] = {}
         self.recurrent_states: dict[int, Tensor | None] = HandedStates()
         self.joined: dict[int, Tensor] = {}             # inputs of convolutions, those before too
-        self.trails: dict[int, list[Tensor] | None] = {}    # recurrent states after each token
+        self.trails: dict[int, Recorded | None] = {}     # recurrent states after each token
 
     @property
     def stores(self) -> tuple[Tensor, ...]:

@@ -13,16 +13,31 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftproof.cache.delta_rule import (
+    SILU,
+    Kept,
+    Recorded,
+    causal_conv,
+    delta_gates,
+    delta_rule,
+)
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _MARK = "wrapped_by_draftproof"
+RECORDED = 17
+"""Tokens of a block whose recurrent states are recorded one by one; of more, those at the end."""
+
+
+_NETS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+"""Classes of gated delta nets whose forward is replaced here."""
 
 
 class Place(NamedTuple):
@@ -59,8 +74,12 @@ def patch_decoder(model: PreTrainedModel) -> bool:
     _wrap(files, "mamba_selective_scan", _going_on)
     for file in files:
         if hasattr(file, "torch_recurrent_gated_delta_rule"):
-            step = partial(_step_by_step, file.torch_recurrent_gated_delta_rule)
-            _wrap([file], "torch_chunk_gated_delta_rule", step)
+            step = file.torch_recurrent_gated_delta_rule
+            _wrap([file], "torch_chunk_gated_delta_rule", partial(_in_a_read, step=step))
+            _wrap([file], "torch_recurrent_gated_delta_rule", _in_a_read)
+            _wrap([file], "causal_conv1d_fn", _last_tokens)
+    nets = {type(module) for module in model.modules()}
+    _wrap([net for net in nets if net.__name__ in _NETS], "forward", _net)
     alibi = _wrap(files, "build_alibi_tensor", _by_place(_alibi))
     return alibi and bool(getattr(model.config, "alibi", True))
 
@@ -164,7 +183,8 @@ def forget_handed() -> None:
 
 @contextmanager
 def recording(tokens: int) -> Iterator[None]:
-    """A read of a block of so many tokens, whose states after each of them are wanted."""
+    """A read of a block of so many tokens; of `RECORDED` at most, the states after each of them are
+    wanted."""
     _scan.tokens, _scan.trail = tokens, None
     try:
         yield
@@ -172,29 +192,39 @@ def recording(tokens: int) -> Iterator[None]:
         _scan.tokens, _scan.trail = 0, None
 
 
-def recorded() -> list[Tensor] | None:
+def recorded() -> Recorded | None:
     """The states after each token of what this thread has just computed, if they were recorded;
     they are handed out once."""
-    trail: list[Tensor] | None = getattr(_scan, "trail", None)
+    trail: Recorded | None = getattr(_scan, "trail", None)
     _scan.trail = None
     return trail
 
 
-def _step_by_step(step: _Recurrent, chunk: _Recurrent) -> _Recurrent:
-    """A gated delta rule that goes token by token during a read that is recorded, and so computes
-    each token as a single step would."""
+def _in_a_read(rule: _Recurrent, step: _Recurrent | None = None) -> _Recurrent:
+    """A gated delta rule that goes token by token during a read of ours, by our kernel where there
+    is one, and so computes each token as a single step would.
 
-    @wraps(chunk)
+    step: that of a single token, for a rule of blocks; without a kernel, it goes through those
+    that are recorded."""
+
+    @wraps(rule)
     def stepwise(
         query: Tensor, key: Tensor, value: Tensor, *args: object, g: Tensor, beta: Tensor,
         initial_state: Tensor | None = None, **options: object,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         count = query.shape[1]
-        if args or initial_state is None or count != getattr(_scan, "tokens", 0):
-            return chunk(query, key, value, *args, g=g, beta=beta, initial_state=initial_state,
-                         **options)  # fmt: skip
+        if args or initial_state is None or count != _tokens():
+            return rule(query, key, value, *args, g=g, beta=beta, initial_state=initial_state,
+                        **options)  # fmt: skip
+        if options.get("use_qk_l2norm_in_kernel"):
+            done = delta_rule(query, key, value, g, beta, initial_state)
+            if done is not None:
+                _scan.trail = done[1] if count <= RECORDED else None
+                return done[0], done[1].last
+        if step is None or count > RECORDED:
+            return rule(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
         options.pop("chunk_size", None)
-        outputs, state, trail = list[Tensor](), initial_state, list[Tensor]()
+        outputs, state, trail = list[Tensor](), initial_state, Kept()
         for token in range(count):
             part = slice(token, token + 1)
             output, state = step(
@@ -207,6 +237,72 @@ def _step_by_step(step: _Recurrent, chunk: _Recurrent) -> _Recurrent:
         return torch.cat(outputs, 1), state
 
     return stepwise
+
+
+def _net(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of a gated delta net of Qwen3.5 during a read of ours, with our gates."""
+
+    @wraps(forward)
+    def net(
+        self: Any, hidden_states: Tensor, cache_params: Any = None,
+        attention_mask: Tensor | None = None, **options: object,
+    ) -> Tensor:  # fmt: skip
+        rows, count, _ = hidden_states.shape
+        known = cache_params is not None and attention_mask is None and count == _tokens()
+        state = cache_params.get_recurrent_state(self.layer_idx, state_idx=0) if known else None
+        known = state is not None and state.dtype == torch.float32 and self.activation in SILU
+        gates, layer, width = None, self.layer_idx, self.head_v_dim
+        if known and self.conv1d.weight.dtype == hidden_states.dtype:
+            time, much = self.in_proj_a(hidden_states), self.in_proj_b(hidden_states)
+            gates = delta_gates(time, much, self.A_log, self.dt_bias)
+        if gates is None:
+            return forward(self, hidden_states, cache_params, attention_mask, **options)
+        mixed = self.in_proj_qkv(hidden_states).transpose(1, 2)
+        mixed = cache_params.update_conv_state(mixed, layer,
+                                               conv_kernel_size=self.conv_kernel_size)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        done = causal_conv(mixed, weight, bias, self.activation, count)
+        assert done is not None
+        mixed = done[:, :, -count:].transpose(1, 2)
+        sizes = [self.key_dim, self.key_dim, self.value_dim]
+        inner = self.head_k_dim
+        query, key, value = (part.reshape(rows, count, -1, size) for part, size in zip(
+            torch.split(mixed, sizes, -1), (inner, inner, width), strict=True))
+        ruled = delta_rule(query, key, value, *gates, cast("Tensor", state))
+        assert ruled is not None
+        _scan.trail = ruled[1] if count <= RECORDED else None
+        cache_params.update_recurrent_state(ruled[1].last, layer)
+        open_by = self.in_proj_z(hidden_states).reshape(-1, width)
+        normed: Tensor = self.norm(ruled[0].reshape(-1, width), open_by)
+        out: Tensor = self.out_proj(normed.reshape(rows, count, -1))
+        return out
+
+    return net
+
+
+def _tokens() -> int:
+    """Tokens of this thread's running read; 0 outside of one."""
+    tokens: int = getattr(_scan, "tokens", 0)
+    return tokens
+
+
+def _last_tokens(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A causal convolution that computes the tokens of a read alone, by our kernel, where it is
+    given those before them as well."""
+
+    @wraps(convolve)
+    def last_tokens(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None,
+        activation: str | None = None, **options: object,
+    ) -> Tensor:  # fmt: skip
+        tokens = _tokens()
+        if tokens and options.get("seq_idx") is None:
+            done = causal_conv(hidden_states, weight, bias, activation, tokens)
+            if done is not None:
+                return done
+        return convolve(hidden_states, weight, bias, activation=activation, **options)
+
+    return last_tokens
 
 
 def _going_on(scan: Callable[..., Any]) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:

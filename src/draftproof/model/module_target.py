@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from draftproof.cache.kv_cache import KVCache, key_depths, tree_mask
 from draftproof.cache.kv_layer import KVLayer
 from draftproof.cache.layout import FAILURES, STATES, Layout, LogitScaling
-from draftproof.cache.state_cache import StateCache
+from draftproof.cache.state_cache import BLOCK, StateCache
 from draftproof.cache.transformers_patches import (
     Place,
     forget_handed,
@@ -33,11 +33,10 @@ from draftproof.model.facts import Facts
 from draftproof.model.module_layout import layout_of
 from draftproof.model.parallel import ALONE, ProcessGroup
 from draftproof.model.target import Target
+from draftproof.native.threads import torch_alone
 from draftproof.weights.disk_cache import was_loaded_by_name
+from draftproof.weights.packed_linear import JointLinear
 from draftproof.weights.snapshot import Snapshot
-
-RECORDED = 17
-"""Tokens of a block whose recurrent states are recorded one by one; more are read in chunks."""
 
 
 class ModuleTarget(Target):
@@ -55,6 +54,7 @@ class ModuleTarget(Target):
         self.tolerance = inspection.tolerance_of(model)
         self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._takes_place = patch_decoder(model)
+        self._packed = any(isinstance(module, JointLinear) for module in model.modules())
         self._seen, self._by_name = Snapshot.of(model), was_loaded_by_name(model)
         with torch.inference_mode(), self._as_loaded():
             # until it is inspected, it is read by its own forward
@@ -213,6 +213,14 @@ class ModuleTarget(Target):
         hidden_layers: tuple[int, ...]
     ) -> Reading:
         """As `read`: a block of every row is read, and what was asked for is taken from it."""
+        short = self._packed and tree.tokens.shape[1] - first <= BLOCK
+        with torch_alone() if short else nullcontext():
+            return self._read_block(tree, cache, first, last_only, hidden_layers)
+
+    def _read_block(
+        self, tree: TokenTree, cache: StateCache, first: int, last_only: bool,
+        hidden_layers: tuple[int, ...]
+    ) -> Reading:
         block = cache.block(tree, first)
         chain, width = TokenTree.chain(block.tokens), block.tokens.shape[1]
         positions = chain.positions(block.start, self.context)
@@ -222,7 +230,7 @@ class ModuleTarget(Target):
         last = place[:, -1:] if last_only else place
         kept = width - int(last.min()) if self._trims else width
         try:
-            with recording(width if width <= RECORDED else 0):
+            with recording(width):
                 reading = self._forward(block.tokens, masks, positions, cache, kept, hidden_layers)
         finally:
             forget_handed()

@@ -4,16 +4,48 @@ time."""
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
 
 
+
+class _Before(threading.local):
+    """Of a thread within `torch_alone`: how many threads there were before; else 0."""
+
+    count = 0
+
+
+_before = _Before()
+
+
 def thread_count() -> int:
-    """`torch.get_num_threads()`, bounded by `limit()`."""
-    return min(torch.get_num_threads(), limit())
+    """`torch.get_num_threads()`, bounded by `limit()`; within `torch_alone`, that of before."""
+    return _before.count or min(torch.get_num_threads(), limit())
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """Torch's own operators run on the calling thread alone, our kernels on as many as before.
+
+    Two pools of threads that take turns wait for one another's cores, where other programs
+    run for longer than the operators take.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or _before.count:
+        yield
+        return
+    _before.count = min(threads, limit())
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        _before.count = 0
 
 
 @cache

@@ -370,6 +370,27 @@ static void exercise_lookup(void) {
     put_tree("merge_trees", &tree, 8);
 }
 
+static void exercise_states(void) {
+    enum { ROWS = 2, TOKENS = 3, GROUPS = 2, HEADS = 4, INNER = 10, DEPTH = 36 };
+    int64_t keys = ROWS * TOKENS * GROUPS * INNER, gates = ROWS * TOKENS * HEADS,
+            states = ROWS * HEADS * INNER * DEPTH;
+    float *after = memory(states * 4), *out = memory(gates * DEPTH * 4),
+          *decay = memory(gates * 4), *rate = memory(gates * 4);
+    library.delta_gates(random_numbers(gates, 4), random_numbers(gates, 4),
+            random_floats(HEADS, -1, 1), random_floats(HEADS, -1, 1), decay, rate, ROWS * TOKENS,
+            HEADS);
+    PUT("delta_gates", "near", decay, gates);
+    library.delta_rule(random_floats(keys, -1, 1), random_floats(keys, -1, 1),
+            random_floats(gates * DEPTH, -1, 1), decay, rate, random_floats(states, -1, 1), after,
+            out, ROWS, TOKENS, GROUPS, HEADS, INNER, DEPTH, 2);
+    PUT("delta_rule", "near", out, gates * DEPTH);
+    PUT("delta_rule/after", "near", after, states);
+    bf16 *mixed = memory(ROWS * 20 * 7 * 2);
+    library.causal_conv(random_numbers(ROWS * 20 * 7, 1), random_numbers(20 * 4, 1),
+            random_numbers(20, 1), mixed, ROWS, 20, 7, 4, 3, 1, 2);
+    PUT("causal_conv", "bf16", mixed, ROWS * 20 * 7);
+}
+
 int main(int count, char **arguments) {
     if (count != 3 || !load_library(arguments[1])) {
         fprintf(stderr, "exercise: cannot load the library\n");
@@ -379,7 +400,7 @@ int main(int count, char **arguments) {
     results = fopen(arguments[2], "wb");
     if (!results) return 2;
     exercise_layers(), exercise_model(0), exercise_model(1), exercise_sampling(), exercise_heads(),
-            exercise_lookup();
+            exercise_lookup(), exercise_states();
     fclose(results);
     return failures > 0;
 }

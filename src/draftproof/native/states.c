@@ -1,0 +1,155 @@
+/* States of fixed size: gated delta nets, and the short convolutions before them. A token has the
+ * same bits however many are read with it. */
+#include "lanes.h"
+
+enum { SLAB = 2 * LANES };                      /* columns of a state that are kept close together */
+
+typedef struct {
+    const float *query, *key, *value, *decay, *rate, *before;
+    float *after, *out;
+    int64_t tokens, groups, heads, inner, depth, slabs;
+} Delta;
+
+/* a . b in a fixed order. */
+static inline float dot(const float *a, const float *b, int64_t size) {
+    lanes sum = {};
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) sum += loaded(a + i) * loaded(b + i);
+    float all = total(sum);
+    for (; i < size; i++) all += a[i] * b[i];
+    return all;
+}
+
+/* The next token of a slab [inner, SLAB]: the state fades, what it holds under the key is replaced
+ * by the value, in part, and it is asked by the query. */
+static inline void advance(float *slab, const float *key, const float *query, const float *value,
+        float decay, float rate, int64_t inner, float *out) {
+    lanes held[2][4] = {}, told[2][4] = {}, fresh[2];
+    for (int64_t k = 0; k < inner; k += 4)
+        for (int64_t j = 0; j < 4; j++)
+            for (int64_t c = 0; c < 2; c++)
+                held[c][j] += loaded(slab + (k + j) * SLAB + c * LANES) * key[k + j];
+    for (int64_t c = 0; c < 2; c++) {
+        lanes all = (held[c][0] + held[c][1]) + (held[c][2] + held[c][3]);
+        fresh[c] = (loaded(value + c * LANES) - decay * all) * rate;
+    }
+    for (int64_t k = 0; k < inner; k += 4)
+        for (int64_t j = 0; j < 4; j++)
+            for (int64_t c = 0; c < 2; c++) {
+                float *at = slab + (k + j) * SLAB + c * LANES;
+                lanes new = loaded(at) * decay + key[k + j] * fresh[c];
+                memcpy(at, &new, sizeof new);
+                told[c][j] += new * query[k + j];
+            }
+    for (int64_t c = 0; c < 2; c++) {
+        lanes all = (told[c][0] + told[c][1]) + (told[c][2] + told[c][3]);
+        memcpy(out + c * LANES, &all, sizeof all);
+    }
+}
+
+static void delta_slabs(const void *work, int64_t first, int64_t last) {
+    const Delta *of = work;
+    int64_t inner = of->inner, depth = of->depth, heads = of->heads, wide = (inner + 3) / 4 * 4;
+    float *slab = scratch(wide * (SLAB + 2)), *key = slab + wide * SLAB, *query = key + wide;
+    for (int64_t i = first; i < last; i++) {
+        int64_t place = i / of->slabs, row = place / heads, head = place % heads,
+                start = i % of->slabs * SLAB, columns = depth - start;
+        if (columns > SLAB) columns = SLAB;
+        size_t line = (size_t)columns * sizeof(float);
+        const float *before = of->before + place * inner * depth + start;
+        memset(slab, 0, (size_t)(wide * (SLAB + 2)) * sizeof(float));
+        for (int64_t k = 0; k < inner; k++) memcpy(slab + k * SLAB, before + k * depth, line);
+        for (int64_t t = 0; t < of->tokens; t++) {
+            int64_t token = row * of->tokens + t, at = token * heads + head,
+                    shared = token * of->groups + head * of->groups / heads;
+            const float *k = of->key + shared * inner, *q = of->query + shared * inner;
+            float value[SLAB] = {}, out[SLAB], sized = 1 / sqrtf(dot(k, k, inner) + 1e-6f),
+                  asked = 1 / (sqrtf(dot(q, q, inner) + 1e-6f) * sqrtf((float)inner));
+            for (int64_t n = 0; n < inner; n++) key[n] = k[n] * sized, query[n] = q[n] * asked;
+            memcpy(value, of->value + at * depth + start, line);
+            lanes fading = expo(spread(of->decay[at]));
+            advance(slab, key, query, value, fading[0], of->rate[at], wide, out);
+            if (of->out) memcpy(of->out + at * depth + start, out, line);
+        }
+        float *after = of->after + place * inner * depth + start;
+        for (int64_t k = 0; k < inner; k++) memcpy(after + k * depth, slab + k * SLAB, line);
+    }
+}
+
+/* A gated delta rule over tokens, from the states `before` them to those `after`, which may be the
+ * same, as in torch_recurrent_gated_delta_rule of transformers: keys and queries are normalised.
+ * decay: logarithms, 0 or less. rate: how much of a value is written. Heads share keys and queries
+ * in groups. */
+void draftproof_delta_rule(const float *query /* [rows, tokens, groups, inner] */,
+        const float *key /* [rows, tokens, groups, inner] */,
+        const float *value /* [rows, tokens, heads, depth] */,
+        const float *decay /* [rows, tokens, heads] */,
+        const float *rate /* [rows, tokens, heads] */,
+        const float *before /* [rows, heads, inner, depth] */,
+        float *after /* [rows, heads, inner, depth] */,
+        float *out /* [rows, tokens, heads, depth] or null */,
+        int64_t rows, int64_t tokens, int64_t groups, int64_t heads, int64_t inner, int64_t depth,
+        int64_t threads) {
+    int64_t slabs = (depth + SLAB - 1) / SLAB;
+    Delta of = {query, key, value, decay, rate, before, after, out, tokens, groups, heads, inner,
+            depth, slabs};
+    share_out(delta_slabs, &of, rows * heads * slabs, 4, threads);
+}
+
+typedef struct {
+    const bf16 *inputs, *weights, *bias;
+    bf16 *out;
+    int64_t channels, length, taps, tokens, silu, parts;
+} Convolution;
+
+static void convolve(const void *work, int64_t first, int64_t last) {
+    const Convolution *of = work;
+    for (int64_t i = first; i < last; i++) {
+        int64_t row = i / of->parts, start = i % of->parts * LANES, some = of->channels - start,
+                taps = of->taps, length = of->length, skipped = length - of->tokens;
+        if (some > LANES) some = LANES;
+        const bf16 *inputs = of->inputs + (row * of->channels + start) * length;
+        bf16 *out = of->out + (row * of->channels + start) * length;
+        lanes weights[taps], seen[taps], bias = {};         /* seen[t % taps]: the inputs at t */
+        memset(weights, 0, sizeof weights), memset(seen, 0, sizeof seen);
+        for (int64_t c = 0; c < some; c++)
+            for (int64_t tap = 0; tap < taps; tap++)
+                weights[tap][c] = widen(of->weights[(start + c) * taps + tap]);
+        if (of->bias) bias = partly(of->bias + start, some);
+        for (int64_t t = skipped < taps ? 0 : skipped - taps + 1; t < length; t++) {
+            for (int64_t c = 0; c < some; c++) seen[t % taps][c] = widen(inputs[c * length + t]);
+            if (t < skipped) continue;
+            lanes sum = {};
+            for (int64_t tap = 0; tap < taps; tap++)
+                sum += weights[tap] * seen[(t + 1 + tap) % taps];
+            sum += bias;
+            bf16 made[LANES];
+            narrowed(made, of->silu ? silu(rounded(sum)) : sum);
+            for (int64_t c = 0; c < some; c++) out[c * length + t] = made[c];
+        }
+    }
+}
+
+/* A convolution of each channel with what came before, `taps` wide, and silu of it if that is
+ * wanted: of the last `tokens`; the others are left as they are. */
+void draftproof_causal_conv(const bf16 *inputs /* [rows, channels, length] */,
+        const bf16 *weights /* [channels, taps] */, const bf16 *bias /* [channels] or null */,
+        bf16 *out /* [rows, channels, length] */, int64_t rows, int64_t channels, int64_t length,
+        int64_t taps, int64_t tokens, int64_t silu, int64_t threads) {
+    int64_t parts = (channels + LANES - 1) / LANES;
+    Convolution of = {inputs, weights, bias, out, channels, length, taps, tokens, silu, parts};
+    share_out(convolve, &of, rows * parts, 1 + SMALL / 8 / LANES / (1 + tokens), threads);
+}
+
+/* Of each head of a token, the logarithm of how much of its state is left, and how much of a value
+ * is written: -e^fall * log(1 + e^(time + bias)), and the sigmoid of how much. */
+void draftproof_delta_gates(const bf16 *time /* [tokens, heads] */,
+        const bf16 *much /* [tokens, heads] */, const float *fall /* [heads] */,
+        const float *bias /* [heads] */, float *decay /* [tokens, heads] */,
+        float *rate /* [tokens, heads] */, int64_t tokens, int64_t heads) {
+    for (int64_t i = 0; i < tokens * heads; i++) {
+        float x = widen(time[i]) + bias[i % heads];
+        decay[i] = -expf(fall[i % heads]) * (x > 20 ? x : log1pf(expf(x)));
+        rate[i] = widen(narrow(1 / (1 + expf(-widen(much[i])))));
+    }
+}

@@ -1,0 +1,106 @@
+"""Gated delta nets by our kernels: what transformers computes, with the same bits however many
+tokens are read together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import build
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
+
+from draftproof.cache.delta_rule import causal_conv, delta_gates, delta_rule
+from draftproof.core.tree import TokenTree
+from draftproof.model.target import Target
+from draftproof.native.kernels import kernels
+from draftproof.native.threads import thread_count, torch_alone
+from draftproof.weights.packed_linear import pack_linears
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="no kernels on this machine")
+
+
+@pytest.mark.parametrize("size", [(1, 1, 2, 4, 8, 8), (2, 5, 2, 2, 128, 128), (3, 9, 2, 6, 10, 70)])
+def test_the_rule_of_transformers_with_the_same_bits_in_blocks_and_token_by_token(
+    size: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    rows, tokens, groups, heads, inner, depth = size
+    query, key = torch.randn(2, rows, tokens, groups, inner)
+    value, before = torch.randn(rows, tokens, heads, depth), torch.randn(rows, heads, inner, depth)
+    decay, rate = -5 * torch.rand(rows, tokens, heads), torch.rand(rows, tokens, heads)
+    wanted = qwen.torch_recurrent_gated_delta_rule(
+        query, key, value, g=decay, beta=rate, initial_state=before, output_final_state=True,
+        use_qk_l2norm_in_kernel=True)
+    done = delta_rule(query, key, value, decay, rate, before)
+    assert done is not None
+    torch.testing.assert_close((done[0], done[1].last), wanted, rtol=1e-5, atol=1e-6)
+    state = before
+    for token in range(tokens):
+        part = slice(token, token + 1)
+        one = delta_rule(query[:, part], key[:, part], value[:, part], decay[:, part],
+                         rate[:, part], state)
+        assert one is not None
+        state, after = one[1].last, torch.empty_like(before[0])
+        assert torch.equal(one[0], done[0][:, part])
+        done[1].after(rows - 1, token + 1, after)
+        assert torch.equal(after, state[rows - 1]), "a state after part of a block"
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("taps", [2, 4])
+def test_the_convolution_of_transformers_of_the_last_tokens(
+    taps: int, activation: str | None
+) -> None:
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(2, 70, 9).bfloat16(), torch.randn(70, taps).bfloat16()
+    for bias in (None, torch.randn(70).bfloat16()):
+        wanted = qwen.causal_conv1d_fn(inputs, weight, bias, activation=activation)
+        for tokens in (1, 5, 9):
+            done = causal_conv(inputs, weight, bias, activation, tokens)
+            assert done is not None
+            torch.testing.assert_close(done[:, :, -tokens:], wanted[:, :, -tokens:], rtol=2e-2,
+                                       atol=1e-2)
+    assert causal_conv(inputs, weight, None, "gelu", 1) is None
+
+
+def test_gates_are_those_of_transformers() -> None:
+    torch.manual_seed(0)
+    time, much = 9 * torch.randn(2, 2, 5, 6).bfloat16()
+    fall, bias = torch.randn(2, 6)
+    gates = delta_gates(time, much, fall, bias)
+    assert gates is not None
+    decay = -fall.exp() * torch.nn.functional.softplus(time.float() + bias)
+    torch.testing.assert_close(gates[0], decay)
+    torch.testing.assert_close(gates[1], much.sigmoid().float(), rtol=1e-2, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_a_token_has_the_same_bits_however_many_are_read_with_it() -> None:
+    model = build("Qwen3_5TextConfig", 0, hidden_size=64, intermediate_size=96, head_dim=16,
+                  num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, vocab_size=96,
+                  layer_types=["linear_attention", "full_attention", "linear_attention"],
+                  linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=16,
+                  linear_value_head_dim=16, initializer_range=0.2, bos_token_id=None,
+                  eos_token_id=None, pad_token_id=None).bfloat16()
+    pack_linears(model)
+    own, read = Target(model), dict[int, torch.Tensor]()
+    for width in (1, 2, 3, 12):
+        cache = own.new_cache(1, 64)
+        own.read(TokenTree.chain(torch.arange(1, 6)[None]), cache)
+        cache.keep(None, torch.tensor([5]))
+        parts = []
+        for start in range(6, 18, width):
+            tokens = torch.arange(start, start + width)[None]
+            own.read(TokenTree.chain((tokens + 40) % 96), cache)     # rejected as a whole but first
+            parts.append(own.read(TokenTree.chain(tokens), cache).logits)
+            cache.keep(None, torch.tensor([width]))
+        read[width] = torch.cat(parts, 1)
+    assert all(torch.equal(logits, read[1]) for logits in read.values())
+
+
+def test_torch_runs_on_one_thread_while_ours_run_on_all() -> None:
+    threads, ours = torch.get_num_threads(), thread_count()
+    with torch_alone():
+        with torch_alone():
+            assert (torch.get_num_threads(), thread_count()) == (1, ours)
+        assert torch.get_num_threads() == 1
+    assert (torch.get_num_threads(), thread_count()) == (threads, ours)
