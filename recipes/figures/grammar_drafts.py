@@ -73,7 +73,8 @@ def main(model: str, tokens: int = 64) -> None:
             rules, texts = {"without": without(rule), "with": rule}, {}
             for way in [*totals][:: 1 - 2 * (number % 2)]:
                 begin = time.perf_counter()
-                done = engine.generate(ask.format(what), logits_rules=[rules[way]],
+                sampling = dp.Sampling(logits_rules=[rules[way]])
+                done = engine.generate(ask.format(what), sampling=sampling,
                                        max_new_tokens=tokens)[0]
                 seconds = done.stats.seconds
                 totals[way][0] += done.stats.emitted
