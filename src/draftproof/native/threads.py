@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 
-
 class _Before(threading.local):
     """Of a thread within `torch_alone`: how many threads there were before; else 0."""
 
