@@ -12,11 +12,11 @@ from draftproof.requests.sequence import SequenceState
 
 LOGGER = logging.getLogger("draftproof.access")
 ROWS = "draftproof.rows"
-"""Where the scope of a request has the rows that write its answer, by prompt."""
+"""Key of a request's scope: the sequences that write its answer, by prompt."""
 POLLED = ("/health", "/metrics")
-"""Paths that are asked for every few seconds; they are logged at the level `debug`."""
+"""Paths that are requested every few seconds; they are logged only at the level `debug`."""
 GONE = 499
-"""The status of a request whose client left before there was one, as nginx has it."""
+"""The status if the client left before there was one, as in nginx."""
 
 
 class AccessLog:
@@ -54,7 +54,7 @@ def _client(scope: Scope) -> str:
 
 
 def _path(scope: Scope) -> str:
-    """As it was sent: percent-encoded, without control characters, and without the query."""
+    """The path as it was sent: percent-encoded, without control characters and query."""
     raw = scope.get("raw_path") or scope["path"].encode()
     return repr(raw[:200].decode("ascii", "backslashreplace"))[1:-1]
 

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's completions and chat completions tell them."""
+"""Answers in the format of OpenAI's completions and chat completions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Answer(BaseAnswer):
         self.logprobs = self.requests[0].sampling.logprobs
         each = [request.prompt for request in self.requests for _ in request.sequences]
         self.offsets = [Offsets(self.codec, prompt) for prompt in each] if self.logprobs else []
-        self._begun = set[int]()                        # samples of which something was told
+        self._begun = set[int]()                        # samples with a chunk already
 
     async def complete(self, request: fastapi.Request) -> dict[str, object]:
         pieces = {piece.number: piece async for piece in self.pieces(request)}
@@ -43,7 +43,7 @@ class Answer(BaseAnswer):
         return self._body(choices, usage=self._usage())
 
     async def events(self, request: fastapi.Request) -> AsyncIterator[str]:
-        """A chunk for each round that brought something."""
+        """A chunk for each round with new text."""
         options, prompt, new = self.body.stream_options, self.usage().prompt, 0
         each = options is not None and options.include_usage and options.continuous_usage_stats
         drawn = "draftproof" in self.body.model_fields_set
@@ -62,7 +62,7 @@ class Answer(BaseAnswer):
         yield "data: [DONE]\n\n"
 
     def _choice(self, piece: Piece) -> dict[str, object]:
-        """What is new of a sample: all of it, or a chunk."""
+        """The new part of a sample: all of it, or a chunk."""
         index, update, output, reason = piece
         content: dict[str, object] = {"text": output.text}
         if self.chat:
@@ -79,12 +79,12 @@ class Answer(BaseAnswer):
         return {"index": index, **content, "logprobs": scores, "finish_reason": reason}
 
     def _drafts(self, update: Update) -> dict[str, object]:
-        """How new text came about, for the page."""
+        """Draft trees and statistics of new text, for the web page."""
         tree = {"tree": self._drawn(update.tree)} if update.tree else {}
         return {"pieces": update.pieces, "tokens": len(update.tokens), **tree}
 
     def _drawn(self, tree: DraftTree) -> list[tuple[str, int, bool, str]]:
-        """A draft's nodes with their text; those that are not there are left out."""
+        """The nodes of a draft with their text, without absent ones."""
         places = [place for place, (token, *_) in enumerate(tree) if token >= 0]
         number = {place: count for count, place in enumerate(places)}
         return [(self._text(tree[place][0]), number.get(tree[place][1], -1), *tree[place][2:])
@@ -95,7 +95,7 @@ class Answer(BaseAnswer):
                 "model": self.hosted.name, "choices": choices, **more}
 
     def _scores(self, update: Update, index: int | None = None) -> dict[str, object]:
-        """Of new tokens, and of the likeliest in their places.
+        """Log-probabilities of new tokens, and of the likeliest tokens at their positions.
 
         Args:
             update: The new tokens.
@@ -124,7 +124,7 @@ class Answer(BaseAnswer):
         return token_text(self.codec, token)
 
     def _usage(self) -> dict[str, object]:
-        """What was read and written; and drafted, under OpenAI's names."""
+        """Tokens that were read, written and drafted, under OpenAI's names."""
         prompt, new, reasoning, accepted, rejected = self.usage()
         details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected,
                    **({"reasoning_tokens": reasoning} if reasoning else {})}
@@ -133,12 +133,13 @@ class Answer(BaseAnswer):
 
 
 def token_text(codec: Codec | None, token: int) -> str:
-    """A token by itself; a part of a character by its bytes, as OpenAI names it."""
+    """The text of one token; for a part of a character its bytes, as in OpenAI's API."""
     return codec.token_bytes.text(token) if codec else str(token)
 
 
 def logprobs_of(codec: Codec | None, update: Update) -> list[dict[str, object]]:
-    """Log-probabilities of new tokens, and of the likeliest in their places, as of a chat."""
+    """Log-probabilities of new tokens, and of the likeliest tokens at their positions, in the
+    format of a chat."""
     def described(token: int, score: float) -> dict[str, object]:
         data = codec.token_bytes[token] if codec else str(token).encode()
         return {"token": token_text(codec, token), "logprob": score, "bytes": list(data)}
@@ -149,10 +150,11 @@ def logprobs_of(codec: Codec | None, update: Update) -> list[dict[str, object]]:
 
 
 class Offsets:
-    """Where each token of an answer begins in its text: in the character that it is a part of.
+    """The offset of each token of an answer in its text. A part of a character has the offset of
+    this character.
 
     Args:
-        codec: The model's tokenizer, or None: a token is as long as its number then.
+        codec: The model's tokenizer; None: tokens are shown as numbers.
         prompt: May end inside a character, which the answer completes.
     """
 

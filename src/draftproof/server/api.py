@@ -1,5 +1,5 @@
-"""The routes: OpenAI's completions, chats and responses, Anthropic's messages, streamed or whole;
-models, tokens, health, metrics, and a page."""
+"""The routes: OpenAI's completions, chats and responses, Anthropic's messages, streamed or not;
+models, tokens, health, metrics, and a web page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MakeAnswer = Callable[[HostedModel, Reading], BaseAnswer]
 
 
 class Server:
-    """Models and what the API tells of them."""
+    """The models of a server, and its routes."""
 
     def __init__(
         self, engine: Engine, model: str, *, rows: int = 8, queue: int = 256, length: int = 4096,
@@ -51,15 +51,15 @@ class Server:
         """
         Args:
             engine: Writes the answers of the first model.
-            model: The name that clients use; errors name the model so, too.
+            model: The name that clients use, also in errors.
             rows: Rows that run at a time.
             queue: Requests that may wait.
             length: Tokens of a prompt and its answer; the model's context bounds them.
             timeout: Seconds that a request may take, or None.
-            access: Who may use it; None lets everybody.
-            price: Of an hour of the machine, for the metrics.
-            shared: What one API key's texts taught serves all keys.
-            models: Further models; they have limits of their own.
+            access: Who may use it; None: everybody.
+            price: Price of the machine per hour, for the metrics.
+            shared: Let all keys draft from each other's texts.
+            models: Further models, with their own limits.
         """
         self.access, self.lifecycle = access or Access(), Lifecycle()
         self.models = models or Models(Limits(rows, queue, length, timeout), price=price)
@@ -69,12 +69,12 @@ class Server:
 
     @property
     def first(self) -> HostedModel:
-        """The model of requests that name none."""
+        """The model for requests that name none."""
         return self.models.loaded[self.models.first]
 
     @property
     def service(self) -> HostedModel:
-        """The same, by its former name."""
+        """The former name of the first model."""
         return self.first
 
     @property
@@ -93,12 +93,12 @@ class Server:
         return self.first.queue
 
     def app(self) -> FastAPI:
-        """The routes, within the middleware that guards and logs them."""
+        """The routes, inside the middleware that guards and logs them."""
         about = "Speculative decoding that changes no answer."
         app = FastAPI(title="draftproof", description=about, docs_url=None, redoc_url=None,
                       lifespan=self._lifespan)
         app.router.route_class = JSONRoute
-        # the last one added is the first one asked; HTTP middlewares would copy what is streamed
+        # the last one added runs first; HTTP middlewares would copy streams
         app.add_middleware(Guard, access=self.access, lifecycle=self.lifecycle)
         app.add_middleware(
             CORSMiddleware, allow_origins=list(self.access.origins), allow_headers=["*"],
@@ -161,16 +161,16 @@ class Server:
         return await self._answer(request, chat, make)
 
     async def response(self, request: Request, name: str) -> dict[str, object]:
-        """A response that is kept."""
+        """A stored response."""
         return self.responses.get(self._owner(request, None), name)
 
     async def delete_response(self, request: Request, name: str) -> dict[str, object]:
-        """Forget a response."""
+        """Delete a stored response."""
         self.responses.delete(self._owner(request, None), name)
         return {"id": name, "object": "response", "deleted": True}
 
     async def count_tokens(self, body: TokensBody) -> dict[str, int]:
-        """How many tokens a request of /v1/messages has."""
+        """Count the tokens of a request to /v1/messages."""
         hosted = await self.models.get(body.model)
         chat = body.chat(hosted.marks is not None, hosted.engine.codec)
         reading = await run_in_threadpool(hosted.read, chat)
@@ -186,25 +186,25 @@ class Server:
         return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
 
     def list_models(self) -> dict[str, object]:
-        """The models, and the drafters that may write with those that are loaded."""
+        """The models, and the drafters of those that are loaded."""
         return {"object": "list", "data": [self._about(name) for name in self.models.names()]}
 
     def named_model(self, name: str) -> dict[str, object]:
-        """The model of a name."""
+        """A model by its name."""
         return self._about(self.models.check(name))
 
     async def embeddings(self) -> None:
-        """OpenAI's embeddings, which a model that writes text has not."""
+        """OpenAI's embeddings: refused, since these models write text."""
         raise BadInput(f"{self.model} writes text and makes no embeddings; ask another server")
 
     async def health(self) -> JSONResponse:
-        """200 while requests are taken; 503 while the last ones are finished."""
+        """200 while requests are accepted; 503 while the last ones finish."""
         draining = self.lifecycle.draining
         status = "draining" if draining else "ok"
         return JSONResponse({"status": status}, 503 if draining else 200)
 
     async def page(self) -> HTMLResponse:
-        """A page to try it."""
+        """A web page to try the model."""
         text, policy = _page()
         return HTMLResponse(text, headers={
             "Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff",
@@ -225,14 +225,14 @@ class Server:
         return self.owners.number(request.scope.get(KEY) or "", salt or "")
 
     def _read(self, body: schema.GenerationBody) -> Answer:
-        """An answer of the first model that has not been started, by the former name."""
+        """The former name: an answer of the first model that has not been started."""
         return Answer(self.first, body, self.first.read(body))
 
     async def _answer(
         self, request: Request, body: schema.GenerationBody, make: MakeAnswer
     ) -> Response:
         hosted = await self.models.get(body.model)
-        hosted.readings += 1                                    # it is not unloaded meanwhile
+        hosted.readings += 1      # keeps the model loaded
         try:
             owner = self._owner(request, body.cache_salt)
             reading = await run_in_threadpool(hosted.read, body, owner)
@@ -252,14 +252,14 @@ class Server:
 def _readable(
     app: FastAPI, path: str, answer: Callable[..., object], kind: type[Response] = JSONResponse
 ) -> None:
-    """A route for GET, and for HEAD, whose body is left out."""
+    """A route for GET, and for HEAD without the body."""
     app.get(path, response_class=kind, response_model=None)(answer)
     app.head(path, response_class=kind, response_model=None, include_in_schema=False)(answer)
 
 
 @cache
 def _page() -> tuple[str, str]:
-    """The page, and the policy that lets a browser run what is in it and nothing else."""
+    """The page, with a policy that lets the browser run only its own scripts."""
     text = (files("draftproof.server") / "page.html").read_text(encoding="utf-8")
     hashes = []
     for tag in ("script", "style"):

@@ -1,4 +1,4 @@
-"""The samples of a request of HTTP while they are written; each API tells of them in its form."""
+"""The samples of an HTTP request while they are written. Each API has its own format for them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """What is new of a sample.
+    """The new part of a sample.
 
     Attributes:
-        number: Its place among those of all prompts.
-        update: Of the scheduler.
-        output: The new text, taken apart.
-        finish_reason: Why it ended, as OpenAI says it; None while it goes on.
+        number: Its index among the samples of all prompts.
+        update: The scheduler's update.
+        output: The new text, split into reasoning, answer and calls.
+        finish_reason: OpenAI's name of why it ended; None while it runs.
     """
 
     number: int
@@ -57,9 +57,9 @@ class BaseAnswer(ABC):
         """
         Args:
             hosted: The model that writes.
-            reading: The requests, and what takes their texts apart.
+            reading: The requests, and readers that split their texts.
             stream: Whether the client wants every update.
-            options: Those of draftproof itself.
+            options: The options under "draftproof".
         """
         self.hosted, self.stream, self.drafter = hosted, stream, options.drafter
         self.created, self.begun = int(time.time()), time.perf_counter()
@@ -79,7 +79,7 @@ class BaseAnswer(ABC):
         return self.hosted.engine.codec
 
     def start(self) -> None:
-        """Queue every request, or none."""
+        """Queue all requests, or none."""
         try:
             for request in self.requests:
                 put = self.updates.put_nowait
@@ -89,7 +89,7 @@ class BaseAnswer(ABC):
             raise
 
     def cancel(self) -> None:
-        """Nobody listens any more: its rows are free before the next round."""
+        """Abort the requests: their rows are free before the next round."""
         for request in self.requests:
             self.hosted.queue.abort(request, self.drafter)
 
@@ -102,7 +102,7 @@ class BaseAnswer(ABC):
         """The answer as server-sent events."""
 
     async def pieces(self, request: fastapi.Request) -> AsyncIterator[Piece]:
-        """What is new, until all samples are done or the client has left.
+        """New parts, until all samples are done or the client has left.
 
         Raises:
             Unavailable: A request failed or took too long.
@@ -111,8 +111,8 @@ class BaseAnswer(ABC):
             yield self._taken_apart(index, update)
 
     async def _progress(self, request: fastapi.Request) -> AsyncIterator[tuple[int, Update]]:
-        """Updates, each with the place of its sample. Whatever ends it early puts None into the
-        queue, so that nothing else has to be waited for."""
+        """Updates with the index of their sample. Whatever ends the stream early puts None into the
+        queue, so this is the only thing to wait for."""
         timeout, loop = self.hosted.limits.timeout, asyncio.get_running_loop()
         watcher, timer = loop.create_task(self._watch(request)), None
         if timeout is not None:
@@ -155,7 +155,7 @@ class BaseAnswer(ABC):
         return Piece(index, update, output, reason)
 
     def usage(self) -> Usage:
-        """What was read and written so far; and drafted."""
+        """Tokens that were read, written and drafted so far."""
         accepted = sum(done.stats.accepted for done in self.done)
         return Usage(
             sum(len(request.prompt) for request in self.requests),
@@ -164,7 +164,7 @@ class BaseAnswer(ABC):
         )  # fmt: skip
 
     def count_reasoning(self, text: str) -> None:
-        """Count the tokens of reasoning of an answer that comes in one piece."""
+        """Count the reasoning tokens of an answer that is not streamed."""
         if text and self.codec is not None:
             self._reasoned += len(self.codec.encode(text, special=False))
 

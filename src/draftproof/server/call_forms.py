@@ -1,4 +1,5 @@
-"""How a chat template writes tool calls: found by rendering one, and reading it back."""
+"""How a chat template writes tool calls. The form is learned by rendering a call and reading it
+back."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ _PAIRS = {
     "parameter": (r"\s*<function=([\w.-]+)>", r"\s*<parameter=([^>]+)>\n?(.*?)\n?</parameter>"
                   r"(?=\s*(?:<parameter=|</function>|$))", "</function> </tool_call>"),
 }  # fmt: skip
-"""Forms of keys and values after <tool_call>: the name, one pair, and what follows all pairs."""
+"""Forms of keys and values after <tool_call>: the name, one pair, and the end of all pairs."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,13 @@ class Form:
     """How a model writes calls.
 
     Attributes:
-        begin: What stands before a call; empty where a text that is all call has no mark.
-        end: What stands after it; may be missing at the end of a text.
+        begin: The mark before a call; empty if there is none and the whole text is a call.
+        end: The mark after it; may be missing at the end of a text.
         kind: "json", an object of name and arguments, or a list of them; "named", the name,
             `separator`, and an object of arguments; "arg_key" or "parameter", pairs; "python".
-        arguments, name: Of a "json" form, the fields.
+        arguments, name: The fields of a "json" form.
         listed: Whether the template puts calls into a list.
-        between: What stands between two calls; None where only one is written.
+        between: The text between two calls; None if only one can be written.
         text_arguments: Whether the template wants the arguments of a call as JSON text.
     """
 
@@ -71,7 +72,7 @@ class Form:
 
     @property
     def mark(self) -> str:
-        """What tells in a running text that a call begins."""
+        """The marks that show in a running text that a call begins."""
         return self.begin.strip()
 
 
@@ -94,15 +95,15 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 def read_calls(
     text: str, form: Form, tools: Mapping[str, dict[str, Any] | None] | None = None
 ) -> list[Call]:
-    """The calls that a text begins with; none if it does not, or if something else follows.
+    """The calls at the beginning of a text; none if there are none, or if other text follows.
 
     Args:
         text: From a begin mark on.
         form: The model's form.
-        tools: By name, the JSON schema of each tool's arguments: forms without quotes need it.
+        tools: The JSON schema of each tool's arguments, by name; forms without quotes need it.
     """
     calls, place = list[Call](), _skip(text, 0, form.begin)
-    if place is None:                                           # some forget the mark
+    if place is None:                                           # some models forget the mark
         place = 0 if form.kind == "json" else None
     while place is not None:
         try:
@@ -117,7 +118,7 @@ def read_calls(
 
 
 def _after(text: str, place: int, form: Form) -> tuple[bool, int | None]:
-    """Whether a call may end at this place, and where the next one begins."""
+    """Whether a call may end here, and where the next one begins."""
     following = _skip(text, place, form.between) if form.between else None
     if following is not None:
         return True, following
@@ -133,8 +134,7 @@ def _after(text: str, place: int, form: Form) -> tuple[bool, int | None]:
 
 
 def _skip(text: str, place: int, mark: str) -> int | None:
-    """Where a mark ends that stands at this place, whatever blanks are in it; None if it does
-    not."""
+    """The end of a mark at this place, ignoring blanks in it; None if there is no mark."""
     pattern = r"\s*" + r"\s*".join(map(re.escape, mark.split())) + r"\s*"
     match = re.compile(pattern).match(text, place)
     return match.end() if match else None
@@ -157,7 +157,7 @@ def _json(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
 
 
 def _object(arguments: object) -> dict[str, object]:
-    """Arguments as an object: some models write none, or write them as text."""
+    """Arguments as an object. Some models leave them out, or write them as text."""
     if isinstance(arguments, str):
         arguments = _DECODER.decode(arguments) if arguments.strip() else None
     if arguments is None:
@@ -191,7 +191,7 @@ def _pairs(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
 
 
 def _value(text: str, schema: object) -> object:
-    """A value that is written without quotes if it is text."""
+    """A value; text has no quotes."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return text
     try:
@@ -224,10 +224,10 @@ _READERS = {"json": _json, "named": _named, "arg_key": _pairs, "parameter": _pai
 
 
 def form_of(codec: Codec, tools: Sequence[object]) -> Form:
-    """The form in which a model's template writes calls.
+    """The form of calls in a model's chat template.
 
     Raises:
-        BadInput: If what it writes for a call is not read back as that call.
+        BadInput: A rendered call cannot be read back.
     """
     template = codec.tokenizer.chat_template
     if not template or "tools" not in str(codec.tokenizer.get_chat_template(None, list(tools))):
@@ -258,8 +258,8 @@ def _probed(codec: Codec, tools: Sequence[object]) -> Form | None:
 
 
 def _rendered(codec: Codec, tools: Sequence[object], count: int, as_text: bool) -> str | None:
-    """What a template writes for `count` calls, without what begins and ends every answer; None
-    if it refuses."""
+    """The template's text for `count` calls, without the beginning and end of every answer; None if
+    the template refuses."""
     arguments = json.dumps(ARGUMENTS) if as_text else ARGUMENTS
     calls = [{"id": f"probe000{index}", "type": "function", "function": {
         "name": NAME, "arguments": arguments}} for index in range(count)]
@@ -318,7 +318,7 @@ def _derived(written: str) -> Form | None:
 
 
 def _between(two: str, form: Form) -> str | None:
-    """What stands between two calls that were written one after the other."""
+    """The text between two consecutive calls."""
     if form.kind != "json" and form.kind != "named":
         return None
     if form.listed:

@@ -1,5 +1,5 @@
-"""What a request says its text must be: `response_format`, and the spellings of vLLM, SGLang and
-llama.cpp, as one grammar."""
+"""Constraints on the text of a request, as one grammar: `response_format`, and the spellings of
+vLLM, SGLang and llama.cpp."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SPELLINGS = {
     "guided_grammar": "grammar", "guided_json_object": "json_object", "json_schema": "json",
     "regex": "regex", "ebnf": "grammar", "grammar": "grammar",
 }  # fmt: skip
-"""Fields of a request, and the field of vLLM's `structured_outputs` that means the same."""
+"""Fields of a request, and the equivalent field of vLLM's `structured_outputs`."""
 
 
 def split(options: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """The fields of a request that say what the text must be, and all others."""
+    """Split the fields of a request: those that constrain the text, and all others."""
     names = {*SPELLINGS, "structured_outputs"}
     asked = {name: value for name, value in options.items()
              if name in names and not is_neutral(name, value)}
@@ -32,7 +32,7 @@ def split(options: dict[str, object]) -> tuple[dict[str, object], dict[str, obje
 def constraint(
     response: ResponseFormat | None, asked: dict[str, object], grammars: Grammars
 ) -> LogitsRule | None:
-    """The rule that a text keeps to, or None where any text will do.
+    """The rule that the text must follow, or None if any text is allowed.
 
     Args:
         response: OpenAI's field.
@@ -40,7 +40,7 @@ def constraint(
         grammars: Compiles it.
 
     Raises:
-        BadInput: If it cannot be followed, or if two things are asked for.
+        BadInput: It cannot be followed, or there are two constraints.
     """
     wanted = [(SPELLINGS[name], value) for name, value in asked.items() if name in SPELLINGS]
     outputs = asked.get("structured_outputs", {})
@@ -74,7 +74,7 @@ def _json(schema: object) -> str:
 def _regex(pattern: object) -> str:
     """A regular expression that the whole text matches."""
     text = _text(pattern, "regular expression").removeprefix("^")
-    text = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", text)            # all of it matches, anyway
+    text = re.sub(r"(?<!\\)((?:\\\\)*)\$$", r"\1", text)        # implied
     text = re.sub(r"(\\.)|/", lambda match: match[1] or "\\/", text, flags=re.DOTALL)
     escaped = text.replace("\n", "\\n")
     return f"start: TEXT\nTEXT: /{escaped}/"
@@ -93,10 +93,10 @@ def _grammar(value: object) -> str:
     try:
         from llguidance.gbnf_to_lark import any_to_lark
     except ImportError:
-        return text                 # compiling it says what to install
+        return text                 # compiling reports what to install
     try:
         return str(any_to_lark(text))
-    except Exception as error:      # its parser raises anything
+    except Exception as error:      # its parser may raise any exception
         raise BadInput(f"the grammar cannot be read: {first_line(error)}") from None
 
 

@@ -1,7 +1,7 @@
-"""Grammars: which tokens may follow a text, so that it keeps to a JSON schema or a tool's call.
+"""Grammars: which tokens may follow a text, so that it follows a JSON schema or is a tool call.
 
-A grammar is a rule on logits that reads the text alone, so every node of a draft tree has the mask
-of its own path: the matcher is rolled back to where two paths part.
+A grammar is a rule on logits that depends only on the text, so every node of a draft tree has the
+mask of its own path. The matcher is rolled back to where two paths part.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python and most chat templates write it: no model can write blanks for ever."""
+"""JSON as Python and most chat templates write it, so that no model can write blanks for ever."""
 
 
 KEPT, LONGEST = 16, 1 << 18
-"""Compiled grammars that are kept, and characters of a grammar: a long one takes much memory."""
+"""The most compiled grammars that are kept, and characters of a grammar. Long ones take much
+memory."""
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const",
            "enum")  # fmt: skip
-"""Keywords of a JSON schema whose numbers decide what may be written."""
+"""Keywords of a JSON schema with numbers that restrict the text."""
 NOTES = ("default", "examples", "title", "description")
-"""Keywords that decide nothing."""
+"""Keywords that restrict nothing."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value has names of its own, not keywords."""
+"""Keywords whose value has names as keys, not keywords."""
 
 
 class Grammars:
     """Compiles grammars for one tokenizer.
 
-    The tokenizer's tables take about 80 MiB, so there is one set of them, with the model's own end
-    tokens; the end tokens of a request are handled by `GrammarProcessor`. A grammar that was
-    compiled for one owner is compiled again for another, who cannot tell that it was known.
+    The tokenizer's tables take about 80 MiB, so they exist once, with the model's own end tokens.
+    `GrammarProcessor` handles the end tokens of a request. A grammar is compiled again for each
+    owner, so that nobody can tell whether another one has used it.
     """
 
     owner = 0
@@ -56,21 +57,21 @@ class Grammars:
         Args:
             codec: The model's tokenizer, or None if it has none.
             vocab: Tokens that the model knows.
-            ends: Its own end tokens.
+            ends: The model's own end tokens.
         """
         self.codec, self.vocab, self.ends = codec, vocab, ends
-        self._tokenizers: list[LLTokenizer] = []                   # one, when it is first needed
+        self._tokenizers: list[LLTokenizer] = []                   # made when it is first needed
         self._compiled: OrderedDict[tuple[int, str], LLMatcher] = OrderedDict()
         self._lock = Lock()
 
     def of(self, owner: int) -> Grammars:
-        """These, as one owner of requests sees them."""
+        """These grammars for one owner of requests."""
         seen = copy.copy(self)
         seen.owner = owner
         return seen
 
     def response(self, asked: ResponseFormat | None) -> LogitsRule | None:
-        """The rule of a request's `response_format`; None where any text will do."""
+        """The rule of a request's `response_format`; None if any text is allowed."""
         if asked is None:
             return None
         if asked.type == "text":
@@ -86,15 +87,15 @@ class Grammars:
         return self.lark(f"start: {json_rule(schema)}")
 
     def lark(self, grammar: str) -> LogitsRule:
-        """The rule that a text keeps to a grammar.
+        """The rule that makes a text follow a grammar.
 
         Args:
             grammar: In the Lark dialect of llguidance.
 
         Raises:
-            BadInput: If it is no grammar, is too long, or this model can follow none.
+            BadInput: It is not a grammar, is too long, or this model can follow none.
         """
-        self._matcher(grammar)      # may take seconds: here, where no round waits for it
+        self._matcher(grammar)      # it may take seconds; here no round waits for it
         return LogitsRule("grammar", lambda request: self._processor(grammar, request), forces=True)
 
     def _processor(self, grammar: str, request: RuleContext) -> LogitsProcessor:
@@ -108,7 +109,7 @@ class Grammars:
         return list(self._tokenizers[0].eos_tokens)
 
     def _matcher(self, grammar: str) -> LLMatcher:
-        """A matcher of its own, at the beginning of a text."""
+        """A new matcher, at the beginning of a text."""
         try:
             from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
@@ -144,9 +145,9 @@ class Grammars:
 
 
 class GrammarProcessor:
-    """Masks the tokens that may not follow a text; remembers where the last text left the matcher.
+    """Masks the tokens that may not follow a text, and remembers the matcher's state after it.
 
-    Nothing is masked after a text that breaks the grammar, as a draft may: it is not chosen.
+    After a text that breaks the grammar, as a draft may, nothing is masked: no such text is chosen.
     """
 
     def __init__(
@@ -158,8 +159,8 @@ class GrammarProcessor:
             matcher: At the beginning of a text.
             start: Tokens of the prompt.
             vocab: Tokens that the model knows.
-            ends: The request's end tokens: allowed exactly where the text may end.
-            known_ends: The end tokens that the matcher knows; the request may have others.
+            ends: The request's end tokens, allowed exactly where the text may end.
+            known_ends: The end tokens that the matcher knows.
         """
         self.matcher, self.start, self.vocab = matcher, start, vocab
         self._ends = [end for end in ends if end < vocab]
@@ -173,7 +174,7 @@ class GrammarProcessor:
         allowed = np.unpackbits(bits, count=self.vocab, bitorder="little")
         allowed[self._other_ends] = 0
         allowed[self._ends] = self.matcher.is_accepting()
-        if self.matcher.is_error():                             # too complex: this row alone fails
+        if self.matcher.is_error():                             # too complex: only this row fails
             allowed[:] = 0
         mask = torch.from_numpy(allowed == 0).to(scores.device)
         return scores.masked_fill(mask, -torch.inf)
@@ -181,7 +182,7 @@ class GrammarProcessor:
     def forced(self, text: Sequence[int]) -> list[int]:
         """The tokens that must follow a text, prompt included, as the tokenizer would write them.
 
-        The last of them is left out where it might be written in one token with what follows."""
+        The last token is left out if it might merge with what follows."""
         if not self._move(list(text[self.start :])):
             return []
         tokens = [int(token) for token in self.matcher.compute_ff_tokens()]
@@ -189,8 +190,8 @@ class GrammarProcessor:
         return tokens[:ends]
 
     def _move(self, text: list[int]) -> bool:
-        """Let the matcher take a text, from where it differs from the last one; whether it could
-        take all of it."""
+        """Advance the matcher to this text, from where it differs from the last one. Return whether
+        it accepted all of it."""
         same = (first_difference(text, self._text) or len(text) + 1) - 1
         if same < len(self._text):
             self.matcher.rollback(len(self._text) - same)
@@ -210,8 +211,7 @@ def json_rule(schema: dict[str, object]) -> str:
 
 
 def _reject_inexact(schema: object) -> None:
-    """Raise BadInput for an integer of a schema that llguidance would round, and another number
-    would be written."""
+    """Raise BadInput for an integer of a schema that llguidance would round to another number."""
     if isinstance(schema, list):
         for part in schema:
             _reject_inexact(part)
@@ -230,7 +230,7 @@ def _reject_inexact(schema: object) -> None:
 
 
 def _wide_integers(value: object) -> Iterator[int]:
-    """Integers within a value that a double does not hold for sure."""
+    """Integers within a value that a double may not represent exactly."""
     if isinstance(value, int) and abs(value) > 1 << 53:
         yield value
     elif isinstance(value, (list, dict)):

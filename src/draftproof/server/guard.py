@@ -1,8 +1,8 @@
-"""What every request must pass before a route sees it: who asks, from where, and how much.
+"""Checks of every request before a route gets it: its key, its origin, and its size.
 
-A web page of a stranger can send requests to a server on its visitor's machine. Two checks stop it:
-the Host header, as a page whose own name was made to resolve to 127.0.0.1 (DNS rebinding) names
-itself there, and the Origin header of requests that change something.
+A stranger's web page can send requests to a server on its visitor's machine. Two checks stop it:
+the Host header, which contains the page's own name if this was made to resolve to 127.0.0.1 (DNS
+rebinding), and the Origin header of requests that change something.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ OPEN = ("/", "/health")
 """Paths that need no API key."""
 SAFE = ("GET", "HEAD", "OPTIONS")
 KEY = "draftproof.key"
-"""Where the scope of a request has its API key; "" if none is needed."""
+"""Key of a request's scope: its API key; "" if none is needed."""
 LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Pages of this machine; they may use the server."""
 
 
 @dataclass
 class Lifecycle:
-    """What the guard and the process that serves tell each other.
+    """State that is shared by the guard and the serving process.
 
     Attributes:
-        running: Requests that were read and whose response is not complete.
-        draining: The server ends when these have ended; it takes no others.
+        running: Requests whose response is not complete.
+        draining: The server ends when these have ended; it accepts no others.
     """
 
     running: int = 0
@@ -52,10 +52,10 @@ class Access:
     """Who may use a server.
 
     Attributes:
-        keys: API keys; without any, everybody may.
-        hosts: Names that the Host header may have besides those of this machine; None takes any.
-        origins: Origins of web pages that may use it besides those of this machine; "*" is any.
-        most: Requests of one key that run or wait at a time; None sets no limit.
+        keys: API keys; if empty, everybody may use it.
+        hosts: Allowed Host names in addition to those of this machine; None: any.
+        origins: Allowed origins of web pages in addition to this machine; "*": any.
+        most: The most requests of one key, running or waiting; None: no limit.
     """
 
     keys: Sequence[str] = ()
@@ -64,7 +64,7 @@ class Access:
     most: int | None = None
 
     def refuses(self, scope: Scope) -> tuple[str, int] | None:
-        """Why a request is refused, and the HTTP status; None if it is not."""
+        """Why a request is refused, with the HTTP status; None if it is allowed."""
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.hosts is not None and not self._knows_host(host):
@@ -90,9 +90,9 @@ class Access:
         return origin.partition("://")[2] == host != ""
 
     def _key(self, scope: Scope) -> str | None:
-        """Which of the keys was sent; "" if none is needed, None if none of them was.
+        """The key that was sent; "" if none is needed, None if it is missing or wrong.
 
-        Keys are compared as bytes, so that letters beyond ASCII may be sent as UTF-8."""
+        Keys are compared as bytes, so they may contain UTF-8."""
         if not self.keys:
             return ""
         sent = b""
@@ -107,7 +107,7 @@ class Access:
 
 
 class Guard:
-    """Refuses requests by `Access`, and reads their bodies, up to a limit, before the routes."""
+    """Refuses requests according to `Access`, and reads bodies up to a limit."""
 
     def __init__(self, app: ASGIApp, access: Access, lifecycle: Lifecycle) -> None:
         self.app, self.access, self.lifecycle = app, access, lifecycle
@@ -117,7 +117,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        close = {"Connection": "close"}                 # what else was sent is not read
+        close = {"Connection": "close"}                 # the rest is not read
         head = sum(len(name) + len(value) for name, value in scope["headers"])
         if head + len(scope.get("raw_path") or b"") > LARGEST_HEAD:
             why = f"the headers have {head:,} bytes; this server reads at most {LARGEST_HEAD:,}"
@@ -178,7 +178,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's own."""
+    """Whether a name or address is this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""A model that is loaded: what reads requests for it, and what runs them."""
+"""A loaded model: reads the requests for it, and runs them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from draftproof.server.tools import Form, call_messages, call_rule, offered
 
 RANGES = {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
           "seed": (-(2**63), 2**63 - 1)}
-"""The least and the largest value of an option of a request."""
+"""The smallest and largest value of each option of a request."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the requests of a model may take.
+    """Limits of the requests of a model.
 
     Attributes:
         rows: Rows that run at a time.
@@ -45,11 +45,11 @@ class Limits:
 
 @dataclass
 class Reading:
-    """A request of HTTP, understood.
+    """A parsed HTTP request.
 
     Attributes:
         requests: One for each prompt.
-        readers: What takes each sample's text apart; empty where all of it is text.
+        readers: They split each sample's text; empty if the whole text is the answer.
     """
 
     requests: list[Request]
@@ -57,7 +57,7 @@ class Reading:
 
 
 class HostedModel:
-    """An engine, its queue, and the name that clients use; errors name the model so, too."""
+    """An engine, its queue, and the name that clients use, also in errors."""
 
     def __init__(
         self, engine: Engine, name: str, limits: Limits, worker: Worker, metrics: Metrics
@@ -81,32 +81,32 @@ class HostedModel:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is read, waits or runs."""
+        """Whether a request is being read, waits or runs."""
         return bool(self.readings or self.queue.running or self.queue.waiting)
 
     def about(self) -> dict[str, object]:
-        """What clients may know of it."""
+        """The description for clients."""
         return {"max_model_len": self.queue.length, "drafter": self.engine.drafter.name,
                 "drafters": list(self.queue.schedulers)}
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self.queue.close()
         self.metrics.close()
 
     def too_long(self, tokens: int) -> ContextTooLong:
-        """The error of a prompt of so many tokens."""
+        """The error for a prompt of this many tokens."""
         return ContextTooLong(
             f"the prompt has {tokens} tokens; this server takes {self.queue.length} tokens of "
             "prompt and answer together (--max-model-len)", tokens
         )  # fmt: skip
 
     def read(self, body: schema.GenerationBody, owner: int = 0) -> Reading:
-        """Check a request, and make of it what the scheduler runs.
+        """Check a request, and convert it for the scheduler.
 
         Args:
             body: What the client sent.
-            owner: Whose texts may serve it.
+            owner: Whose earlier texts may be used for it.
 
         Raises:
             BadInput: Something in it cannot be honoured.
@@ -118,7 +118,7 @@ class HostedModel:
             raise BadInput("stream_options was given without stream; ask for both")
         sampling = sampling_of(self.sampling, rest)
         _check_ranges(sampling)
-        if sampling.temperature and rest.get("seed") in (None, -1):  # another text each time
+        if sampling.temperature and rest.get("seed") in (None, -1):  # a new text each time
             sampling = replace(sampling, seed=secrets.randbits(62))
         rule = constraints.constraint(body.response_format, wanted, grammars)
         prompts, form, text = self._prompts(body)
@@ -138,14 +138,14 @@ class HostedModel:
             request.draft_trees = body.draftproof.trees
         if not isinstance(body, schema.Chat):
             return Reading(requests, [])
-        # a text that keeps to a grammar from its first token on has no room for reasoning
+        # a grammar applies from the first token on, which leaves no room for reasoning
         splits = body.splits_reasoning and rule is None
         readers = self._readers(body, form, text, splits, len(requests) * n)
         self._show_marks(requests, readers)
         return Reading(requests, readers)
 
     def _prompts(self, body: schema.GenerationBody) -> tuple[object, Form | None, str]:
-        """The prompts, how calls are written if tools are offered, and the end of a chat's text."""
+        """The prompts, the form of calls if tools are offered, and the end of the chat's prompt."""
         if isinstance(body, schema.Completion):
             return body.prompt or "", None, ""
         assert isinstance(body, schema.Chat)
@@ -172,7 +172,7 @@ class HostedModel:
                 for _ in range(count)]
 
     def _show_marks(self, requests: Sequence[Request], readers: Sequence[OutputReader]) -> None:
-        """Have texts show the special tokens that are marks: others are left out."""
+        """Show the special tokens that are marks in texts; others are left out."""
         codec = self.engine.codec
         if codec is None or not readers:
             return
@@ -184,15 +184,15 @@ class HostedModel:
 
 
 def _check_ranges(sampling: Sampling) -> None:
-    """Refuse numbers that OpenAI's API and vLLM refuse, and `Sampling` takes."""
+    """Refuse numbers that OpenAI's API and vLLM refuse but `Sampling` accepts."""
     for name, (low, high) in RANGES.items():
         if not low <= (value := getattr(sampling, name)) <= high:
             raise BadInput(f"{name} was {value!r:.60}; it must be from {low} to {high}")
 
 
 def default_sampling(engine: Engine) -> Sampling:
-    """What a request that names no temperature gets: 1, as OpenAI's clients expect, unless the
-    model's own configuration says otherwise."""
+    """The temperature of requests without one: 1, as OpenAI's clients expect, unless the model's
+    own configuration says otherwise."""
     config = getattr(engine.target.model, "generation_config", None)
     says = engine.sampling.temperature > 0 or getattr(config, "do_sample", None) is False
     return engine.sampling if says else replace(engine.sampling, temperature=1.0)

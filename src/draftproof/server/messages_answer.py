@@ -1,4 +1,4 @@
-"""Answers as Anthropic's messages tell them."""
+"""Answers in the format of Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesAnswer(BaseAnswer):
-    """Blocks of thinking, text and uses of tools."""
+    """Blocks of thinking, text and tool use."""
 
     def __init__(self, hosted: HostedModel, body: MessagesBody, reading: Reading) -> None:
         super().__init__(hosted, reading, bool(body.stream), body.draftproof)
         self.id = f"msg_{uuid.uuid4().hex}"
-        self._open, self._count = "", 0                 # the block that is told; blocks so far
+        self._open, self._count = "", 0                 # the current block; number of blocks
 
     async def complete(self, request: fastapi.Request) -> dict[str, object]:
         blocks, reason = list[dict[str, object]](), "end_turn"
@@ -40,7 +40,7 @@ class MessagesAnswer(BaseAnswer):
         return self._message(blocks, reason)
 
     async def events(self, request: fastapi.Request) -> AsyncIterator[str]:
-        """Blocks begin, grow and end, one after the other."""
+        """Events of blocks: each begins, grows and ends before the next."""
         try:
             yield _told("message_start", message=self._message([], None))
             reason = "end_turn"

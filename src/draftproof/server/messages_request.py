@@ -52,7 +52,7 @@ class ToolChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Whether the model reasons. The budget is a goal, which is not enforced."""
+    """Whether the model reasons. The budget is not enforced."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -71,7 +71,7 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """What the text must be, and how much effort goes into it, where the template reads that."""
+    """Constraints on the text, and the effort, if the template reads it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -97,7 +97,7 @@ class TokensBody(BaseModel):
     workspace_id: object = None
 
     def chat(self, reasons: bool, codec: Codec | None) -> Chat:
-        """The same as a chat of OpenAI's.
+        """Convert it to a chat of OpenAI's.
 
         Args:
             reasons: Whether the model's template has marks of reasoning.
@@ -136,7 +136,7 @@ class TokensBody(BaseModel):
                 "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
 
     def _thinking(self, reasons: bool, codec: Codec | None) -> dict[str, object]:
-        """`enable_thinking` where the template reads that; else a model does what it does."""
+        """`enable_thinking`, if the template reads it; otherwise nothing."""
         thinking = self.thinking
         if thinking is None:
             return {}
@@ -203,7 +203,7 @@ def _block_text(block: object, where: str) -> str:
 
 
 def _turn(message: Message, where: str) -> list[dict[str, object]]:
-    """A turn as messages of OpenAI's: results of tools are messages of their own."""
+    """A turn as OpenAI's messages. Results of tools become separate messages."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, calls, text, thoughts = [], [], [], []

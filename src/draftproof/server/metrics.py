@@ -1,4 +1,4 @@
-"""What a server tells Prometheus, under the names that vLLM's dashboards ask for."""
+"""Metrics for Prometheus, under the names that vLLM's dashboards use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ prometheus.disable_created_metrics()       # type: ignore[no-untyped-call]
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 30, 60, 180)
 
 FINISHED = ("stop", "length")
-"""Finish reasons of samples that were written to their end."""
+"""Finish reasons of samples that were written to the end."""
 
 
 M = TypeVar("M", Counter, Histogram, Gauge)
@@ -65,8 +65,8 @@ class Metrics:
         """
         Args:
             model: What clients call the model.
-            price: Of an hour of the machine, in any currency.
-            registry: That of the server; None makes one.
+            price: Price of the machine per hour, in any currency.
+            registry: The server's registry; None makes one.
         """
         self.registry, self.model = registry or Registry(), model
         self._started, self._written, self._watched = time.time(), 0, list[Gauge]()
@@ -89,13 +89,13 @@ class Metrics:
                        lambda: price * self._hours_per_million())
 
     def watch(self, name: str, about: str, value: Callable[[], float]) -> None:
-        """Tell a value that is asked for when it is wanted."""
+        """Add a gauge whose value is read on request."""
         gauge = self.registry.gauge(name, about)
         gauge.labels(self.model).set_function(value)
         self._watched.append(gauge)
 
     def close(self) -> None:
-        """Tell no gauges any more: the model is unloaded. Counters keep their values."""
+        """Remove the gauges: the model is unloaded. Counters keep their values."""
         for gauge in self._watched:
             gauge.remove(self.model)
         self._watched.clear()
@@ -105,8 +105,8 @@ class Metrics:
 
         Args:
             done: The sample.
-            seconds: From the arrival of its request; counted only if the sample is finished, not
-                if its client has left or it failed.
+            seconds: Since its request arrived. Counted only if the sample is finished, not if the
+                client has left or it failed.
         """
         stats, written = done.stats, len(done.tokens)
         if done.finish_reason in FINISHED:

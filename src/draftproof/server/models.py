@@ -1,4 +1,4 @@
-"""The models of a server: by name, loaded when they are asked for, unloaded when they rest."""
+"""The models of a server, by name: loaded on request, unloaded when idle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Source:
 
     Attributes:
         load: Loads it.
-        size: Bytes of memory that it takes, about.
+        size: Approximate bytes of memory.
         parent: The model that an adapter belongs to, if it is one.
     """
 
@@ -46,9 +46,9 @@ class Models:
     ) -> None:  # fmt: skip
         """
         Args:
-            limits: Of the requests of each model.
-            price: Of an hour of the machine, for the metrics.
-            memory: Bytes that all loaded models may take together; None sets no limit.
+            limits: Limits of the requests of each model.
+            price: Price of the machine per hour, for the metrics.
+            memory: The most bytes of all loaded models together; None: no limit.
             idle: Seconds after which a model without requests is unloaded; None keeps it.
         """
         self.limits, self.price, self.memory, self.idle = limits, price, memory, idle
@@ -58,7 +58,7 @@ class Models:
         self._loading: asyncio.Lock | None = None
 
     def add(self, name: str, source: Source) -> None:
-        """Let clients ask for a model; the first one serves those who name none."""
+        """Add a model that clients may request. The first one is the default."""
         self.first = self.first or name
         self.sources[name] = source
 
@@ -70,14 +70,14 @@ class Models:
         return self.loaded[name]
 
     def names(self) -> Iterator[str]:
-        """What clients may ask for."""
+        """The models that clients may request."""
         return iter(dict.fromkeys([self.first, *self.loaded, *self.sources]))
 
     def check(self, name: str | None) -> str:
-        """The name of the model that a request means.
+        """The name of the model for a request.
 
         Raises:
-            Unavailable: There is none of this name.
+            Unavailable: There is no model of this name.
         """
         if name is None:
             return self.first
@@ -88,10 +88,10 @@ class Models:
         return name
 
     async def get(self, name: str | None) -> HostedModel:
-        """A model, loaded first where it is not.
+        """A model, loaded if necessary.
 
         Raises:
-            Unavailable: There is none of this name, or it cannot be loaded.
+            Unavailable: There is no model of this name, or it cannot be loaded.
         """
         name = self.check(name)
         hosted = self.loaded.get(name)
@@ -113,13 +113,14 @@ class Models:
         return self.host(name, engine)
 
     async def _make_room(self, size: int) -> None:
-        """Unload what rests, the longest first, until the next model fits; wait while all work."""
+        """Unload idle models, the longest idle first, until the next model fits. Wait if all are
+        busy."""
         while self.memory is not None and self.loaded and self._taken() + size > self.memory:
             resting = [hosted for hosted in self._unloadable() if not hosted.busy]
             if resting:
                 await self.unload(min(resting, key=lambda hosted: hosted.used_at).name)
             elif not any(True for _ in self._unloadable()):
-                return                                      # nothing that could make room
+                return                                      # nothing to unload
             else:
                 await asyncio.sleep(0.1)
 
@@ -130,13 +131,13 @@ class Models:
         return (hosted for name, hosted in self.loaded.items() if name in self.sources)
 
     async def unload(self, name: str) -> None:
-        """Let go of a model that runs nothing."""
+        """Unload an idle model."""
         LOGGER.info("unloading %s", name)
         self.loaded.pop(name).close()
         await run_in_threadpool(_collect)
 
     async def unload_idle(self) -> None:
-        """Unload models that rest for too long, for ever."""
+        """Unload models that are idle for too long, in an endless loop."""
         while self.idle is not None:
             await asyncio.sleep(min(1.0, self.idle / 4))
             now = time.monotonic()
@@ -148,9 +149,9 @@ class Models:
 
 
 def _collect() -> None:
-    """Give the memory of what was let go back to the system."""
-    gc.unfreeze()                       # what was loaded is left out of collections
+    """Return freed memory to the system."""
+    gc.unfreeze()                       # loaded models are excluded from collections
     gc.collect()
     gc.freeze()
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)                        # glibc keeps it otherwise
+        ctypes.CDLL(None).malloc_trim(0)                        # otherwise glibc keeps it

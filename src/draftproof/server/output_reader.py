@@ -1,4 +1,4 @@
-"""A sample's text, as it comes, taken apart: reasoning, answer, and calls of tools."""
+"""Split a sample's text while it is written: reasoning, answer, and tool calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Output(NamedTuple):
     Attributes:
         reasoning: New reasoning.
         text: New text of the answer.
-        calls: Calls of tools, as OpenAI's clients read them.
+        calls: Tool calls in OpenAI's format.
     """
 
     reasoning: str
@@ -32,7 +32,7 @@ class Output(NamedTuple):
 
 
 class OutputReader:
-    """Takes the text of one sample apart."""
+    """Splits the text of one sample."""
 
     def __init__(
         self, marks: Marks | None, inside: bool, form: Form | None, tools: Sequence[Tool] = (), *,
@@ -40,12 +40,12 @@ class OutputReader:
     ) -> None:  # fmt: skip
         """
         Args:
-            marks: Those of the model's reasoning, or None.
+            marks: The model's marks of reasoning, or None.
             inside: Whether the prompt has opened the reasoning.
             form: How the model writes calls; None if no tools are offered.
-            tools: What is offered.
+            tools: The tools that are offered.
             shown: Whether the client wants the reasoning.
-            splits: Whether reasoning is told apart; else it is part of the answer.
+            splits: Whether reasoning is separated; otherwise it is part of the answer.
         """
         self.channels = ChannelReader() if marks == CHANNELS else None
         pair = marks if marks != CHANNELS else None
@@ -55,10 +55,10 @@ class OutputReader:
         parts = [*(pair or ())] + ([form.begin, form.separator, form.between or "", form.end]
                                    if form is not None else [])
         self.marks = "".join(CHANNEL_MARKS if self.channels else parts)
-        """Texts in which names of special tokens stand that must be shown."""
+        """Texts with the names of special tokens that must be shown."""
 
     def push(self, text: str, last: bool) -> Output:
-        """What is certain of the text so far; with the last of it, the rest."""
+        """The new parts that are certain; at the end of the text, the rest."""
         if self.channels is not None:
             reasoning, answer, read = self.channels.push(text, last)
             calls = [as_client(self._count + index, call) for index, call in enumerate(read)]

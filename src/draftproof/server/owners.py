@@ -1,5 +1,6 @@
-"""Whose a text is. What a text teaches (drafts, known beginnings of prompts, compiled grammars)
-serves the requests of its owner alone, so that nobody can measure what another one wrote."""
+"""Owners of texts. Whatever is learned from a text (drafts, beginnings of prompts, compiled
+grammars)
+is used only for requests of its owner, so that nobody can measure what another one wrote."""
 
 from __future__ import annotations
 
@@ -8,20 +9,20 @@ from hashlib import blake2b
 
 
 class Owners:
-    """Numbers of owners: an API key, and the `cache_salt` of a request, as vLLM calls it.
+    """Numbers of owners. An owner is an API key with the `cache_salt` of a request (vLLM's name).
 
-    The numbers are drawn by a secret of this process, so that no client can choose or guess one.
+    The numbers depend on a secret of this process, so that no client can choose or guess one.
     """
 
     def __init__(self, shared: bool = False) -> None:
         """
         Args:
-            shared: All keys are one owner; a `cache_salt` still sets requests apart.
+            shared: All keys are one owner; a `cache_salt` still separates requests.
         """
         self.shared, self._secret = shared, secrets.token_bytes(32)
 
     def number(self, key: str, salt: str) -> int:
-        """The number of an owner; 0 where there are neither keys nor a salt.
+        """The number of an owner; 0 if there are neither keys nor a salt.
 
         Args:
             key: The API key of the request, or "".

@@ -1,4 +1,4 @@
-"""Errors as the clients of OpenAI and of Anthropic read them."""
+"""Errors in the formats of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from draftproof.errors import BadInput, DraftproofError
 
 CODES = {401: "invalid_api_key", 408: "request_timeout", 413: "request_too_large",
          429: "rate_limit_exceeded", 504: "timeout"}
-"""Codes of errors that have none of their own, by HTTP status."""
+"""Codes of errors without their own code, by HTTP status."""
 MESSAGES = "/v1/messages"
-"""Where errors have Anthropic's form."""
+"""Paths whose errors have Anthropic's format."""
 ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
              404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
              503: "overloaded_error", 504: "timeout_error"}
@@ -34,9 +34,9 @@ def problem(
     Args:
         message: One sentence.
         status: The HTTP status.
-        code: What a program recognises the error by; None takes that of the status.
+        code: The error's code for programs; None takes that of the status.
         headers: Further headers.
-        path: Of the request.
+        path: The path of the request.
     """
     retry = {"Retry-After": "1"} if status in (429, 503) else {}
     body = error_body(message, status, code, path)
@@ -72,8 +72,8 @@ def status_of(error: Exception) -> int:
 
 
 def _misread(error: RequestValidationError) -> str:
-    """Which field is wrong, what it was, and what it may be."""
-    kinds = ("extra_forbidden", "missing")          # of a union: an unknown name says most
+    """The field that is wrong, its value, and the allowed values."""
+    kinds = ("extra_forbidden", "missing")          # of a union: the most helpful
     first, *others = sorted(error.errors(), key=lambda each: (
         (each["type"] == kinds[1]) - (each["type"] == kinds[0])))
     path = [str(part) for part in first["loc"][1:]]

@@ -1,4 +1,4 @@
-"""Reasoning, told apart from the answer by the marks that a model's own chat template has."""
+"""Separate reasoning from the answer, by the marks in the model's own chat template."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftproof.tokenizer.codec import Codec
 
 
 class Marks(NamedTuple):
-    """What stands before and after reasoning."""
+    """The marks before and after reasoning."""
 
     begin: str
     end: str
@@ -43,15 +43,15 @@ def marks_of(codec: Codec | None) -> Marks | None:
 
 
 def is_open(prompt: str, marks: Marks) -> bool:
-    """Whether a prompt ends within reasoning, so that the answer begins with more of it."""
+    """Whether a prompt ends inside reasoning, so that the answer continues it."""
     return marks != CHANNELS and prompt.rfind(marks.begin) > prompt.rfind(marks.end)
 
 
 class ReasoningReader:
-    """Parts a text, as it comes, into reasoning and the rest.
+    """Splits a text, while it is written, into reasoning and the rest.
 
     Args:
-        marks: Those of the model.
+        marks: The model's marks.
         inside: Whether the prompt has opened the reasoning already.
     """
 
@@ -61,7 +61,7 @@ class ReasoningReader:
         self._begun = False
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
-        """The reasoning and the rest that are certain; with the last of the text, all of it."""
+        """The reasoning and the rest that are certain; at the end of the text, everything."""
         self._held += text
         if self._state == "before":
             self._open(last)
@@ -92,20 +92,20 @@ class ReasoningReader:
             reasoning, self._held = self._held, ""
             return self._trimmed(reasoning.rstrip())
         cut = len(self._held) - _overlap(self._held, self.marks.end)
-        cut = len(self._held[:cut].rstrip())        # what is blank before the end mark is left out
+        cut = len(self._held[:cut].rstrip())        # blanks before the end mark are left out
         reasoning, self._held = self._held[:cut], self._held[cut:]
         return self._trimmed(reasoning)
 
     def _trimmed(self, reasoning: str) -> str:
-        """Reasoning without the blank lines that it begins with."""
+        """Reasoning without blank lines at its beginning."""
         reasoning = reasoning if self._begun else reasoning.lstrip()
         self._begun = self._begun or bool(reasoning)
         return reasoning
 
 
 class ChannelReader:
-    """Reads the messages of gpt-oss: those of the channel analysis are reasoning, those to a
-    function are calls, all others are the answer."""
+    """Reads the messages of gpt-oss: the channel "analysis" is reasoning, messages to a function
+    are calls, all others are the answer."""
 
     def __init__(self) -> None:
         self._held, self._header, self._body = "", True, ""
@@ -132,7 +132,7 @@ class ChannelReader:
             if self._kind == "call" and (ends or last):
                 call = _call(self._name, self._body)
                 calls += [call] if call else []
-                answer += "" if call else self._body        # what is no JSON stays text
+                answer += "" if call else self._body        # invalid JSON stays text
                 self._body = ""
             if not ends:
                 break
@@ -142,7 +142,7 @@ class ChannelReader:
         return reasoning, answer, calls
 
     def _read_header(self, last: bool) -> bool:
-        """Take a message's header, if all of it is there."""
+        """Remove a message's header, if it is complete."""
         start = self._held.lstrip()
         if not start or not (start[0] == "<" or start.startswith("to=")):
             if start:                                       # no header: the answer itself
@@ -170,6 +170,6 @@ def _call(name: str, body: str) -> Call | None:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """How many of the last characters of a text may begin a mark."""
+    """How many characters at the end of a text may be the beginning of a mark."""
     sizes = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)

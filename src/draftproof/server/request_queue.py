@@ -1,4 +1,4 @@
-"""The requests of a model: bounded, counted, and run by the engine's scheduler in the one thread
+"""The requests of a model: limited, counted, and run by the engine's scheduler in the one thread
 that decodes for all models."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Listener = Callable[[Update], None]
 
 
 class Worker:
-    """The thread that decodes, and how its news reach the event loop."""
+    """The decoding thread, and the way of its updates to the event loop."""
 
     def __init__(self) -> None:
         self.background = Background(self._deliver)
@@ -26,11 +26,11 @@ class Worker:
         self._news = list[tuple[Listener, Update]]()
 
     def tell(self, listener: Listener, update: Update) -> None:
-        """Keep an update for the listener, which receives it after the step."""
+        """Keep an update for the listener until the step has ended."""
         self._news.append((listener, update))
 
     def _deliver(self, updates: list[Update]) -> None:
-        """Once a step: whoever wakes the event loop gives it the processor."""
+        """Once per step, since waking the event loop gives it the processor."""
         news, self._news = self._news, []
 
         def tell() -> None:
@@ -43,7 +43,7 @@ class Worker:
 
 
 class RequestQueue:
-    """Runs requests as they come. The text of each is the one it has alone."""
+    """Runs requests as they arrive. Each has the text that it would have alone."""
 
     def __init__(
         self, engine: Engine, plain: Engine, metrics: Metrics, worker: Worker, *, rows: int,
@@ -52,10 +52,10 @@ class RequestQueue:
         """
         Args:
             engine: Runs the requests.
-            plain: The same target with nothing drafted, one sequence at a time, for requests that
-                ask for the drafter "none".
-            metrics: Count what is run.
-            worker: Decodes.
+            plain: The same target without drafts, one sequence at a time, for requests with the
+                drafter "none".
+            metrics: Count the samples.
+            worker: The decoding thread.
             rows: Sequences that run side by side.
             limit: Requests that may wait.
             length: Tokens of prompt and text together.
@@ -66,26 +66,26 @@ class RequestQueue:
             "none": plain.new_scheduler(1, self.length, interleave=True),
         }
         self.worker, self._metrics = worker, metrics
-        metrics.watch("vllm:num_requests_running", "Requests that run.",
+        metrics.watch("vllm:num_requests_running", "Running requests.",
                       lambda: len(self.running))
-        metrics.watch("vllm:num_requests_waiting", "Requests that wait.",
+        metrics.watch("vllm:num_requests_waiting", "Waiting requests.",
                       lambda: len(self.waiting))
         metrics.watch("vllm:kv_cache_usage_perc", "Share of the KV cache's positions in use.",
                       lambda: self._tokens_held() / (rows * self.length))
 
     @property
     def running(self) -> list[Request]:
-        """Requests that run."""
+        """Running requests."""
         return [request for scheduler in self.schedulers.values() for request in scheduler.running]
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests that wait."""
+        """Waiting requests."""
         return [request for scheduler in self.schedulers.values()
                 for request in tuple(scheduler.waiting)]
 
     def check(self, drafter: str, prompts: int, n: int) -> None:
-        """Refuse what can never run, before anything is made of it.
+        """Refuse requests that can never run, before they are parsed.
 
         Raises:
             BadInput: There is no such drafter, or there are too many samples or prompts.
@@ -102,11 +102,11 @@ class RequestQueue:
         """Queue a request.
 
         Args:
-            request: Of `Engine.read`.
-            listener: Called with updates, in the event loop that this is called in.
-            stream: Every update is wanted; otherwise the last of each sequence, which then holds
+            request: What `Engine.read` returned.
+            listener: Called with updates, in the current event loop.
+            stream: Send every update; otherwise only the last of each sequence, which then has
                 everything.
-            drafter: Which scheduler runs it.
+            drafter: Chooses the scheduler: "" or "none".
 
         Raises:
             BadInput: The prompt is too long for this server.
@@ -131,7 +131,7 @@ class RequestQueue:
         self.schedulers[drafter].abort(request)
 
     def close(self) -> None:
-        """Run nothing any more, and let go of the engine."""
+        """Stop running requests, and release the engine."""
         for scheduler in self.schedulers.values():
             self.worker.background.remove(scheduler)
             scheduler.close()
@@ -141,7 +141,7 @@ class RequestQueue:
                    for request in self.running for sequence in request.sequences)  # fmt: skip
 
     def _note(self, listener: Listener, stream: bool, update: Update) -> None:
-        """Count an update, in the thread that decodes, and keep it for its listener."""
+        """Count an update, in the decoding thread, and keep it for its listener."""
         if new := len(update.tokens):
             done = update.request.sequences[update.sample].reported
             first = done == new

@@ -1,4 +1,4 @@
-"""Responses that are kept, so that others may go on from them (`previous_response_id`)."""
+"""Stored responses that later requests may continue (`previous_response_id`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import NamedTuple
 from draftproof.errors import Unavailable
 
 KEPT = 64 << 20
-"""Bytes of conversations and responses, as JSON; those not used for longest go first."""
+"""The most bytes of conversations and responses, as JSON; the least recently used are dropped
+first."""
 
 Keep = Callable[[dict[str, object], list[dict[str, object]]], None]
 """Keeps a response, given the assistant's messages in it."""
 
 
 class Kept(NamedTuple):
-    """A response, and the conversation up to it."""
+    """A response with the conversation up to it."""
 
     response: dict[str, object]
     messages: list[dict[str, object]]
@@ -25,17 +26,17 @@ class Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Responses by owner and id, in memory: they end with the server."""
+    """Responses by owner and id, in memory only."""
 
     def __init__(self, limit: int = KEPT) -> None:
         self.limit, self._size = limit, 0
         self._kept: OrderedDict[tuple[int, str], Kept] = OrderedDict()
 
     def messages(self, owner: int, name: str | None) -> list[dict[str, object]]:
-        """The conversation up to a response, which comes before a new one.
+        """The conversation up to a response, to be continued.
 
         Raises:
-            Unavailable: It is not kept, or not by this owner.
+            Unavailable: It is not stored, or not for this owner.
         """
         return list(self._find(owner, name).messages) if name is not None else []
 
@@ -49,7 +50,7 @@ class ResponseStore:
         del self._kept[owner, name]
 
     def keeper(self, owner: int, before: list[dict[str, object]]) -> Keep:
-        """What keeps a response to a conversation."""
+        """A function that stores the response to a conversation."""
         def keep(response: dict[str, object], new: list[dict[str, object]]) -> None:
             messages = [message for message in before if message["role"] != "system"] + new
             size = len(json.dumps([response, messages]))

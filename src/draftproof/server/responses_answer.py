@@ -1,4 +1,4 @@
-"""Answers as OpenAI's Responses API tells them: items of reasoning, of text, and calls."""
+"""Answers in the format of OpenAI's Responses API: items of reasoning, text, and calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftproof.server.responses_request import NamedFunction, ResponsesBody
 
 
 class ResponsesAnswer(BaseAnswer):
-    """One response. An item is told as it grows; at its end it is complete."""
+    """One response. Items are streamed as they grow, and sent complete at their end."""
 
     def __init__(
         self, hosted: HostedModel, body: ResponsesBody, reading: Reading, keep: Keep | None
@@ -32,14 +32,14 @@ class ResponsesAnswer(BaseAnswer):
     async def complete(self, request: fastapi.Request) -> dict[str, object]:
         async for piece in self.pieces(request):
             self.count_reasoning(piece.output.reasoning)
-            for _ in self._grow(piece):                 # events that nobody is told
+            for _ in self._grow(piece):                 # events that are not sent
                 pass
         for _ in self._close():
             pass
         return self._ended()
 
     async def events(self, request: fastapi.Request) -> AsyncIterator[str]:
-        """Events with numbers, each with what has changed."""
+        """Numbered events, each with a change."""
         yield self._told("response.created", response=self._response("in_progress"))
         yield self._told("response.in_progress", response=self._response("in_progress"))
         try:
@@ -69,7 +69,7 @@ class ResponsesAnswer(BaseAnswer):
             yield from self._call(call)
 
     def _begin(self, kind: str) -> Iterator[str]:
-        """Let an item of a kind grow; the one before it is complete."""
+        """Extend an item of this kind; first complete an item of another kind."""
         if self._open and self.items[-1]["type"] == kind:
             return
         yield from self._close()
@@ -97,7 +97,7 @@ class ResponsesAnswer(BaseAnswer):
         yield self._part(f"response.{kind}.delta", delta=text, **more)
 
     def _close(self) -> Iterator[str]:
-        """The item that grew is complete."""
+        """Complete the current item."""
         if not self._open:
             return
         item, self._open = self.items[-1], False
@@ -124,7 +124,7 @@ class ResponsesAnswer(BaseAnswer):
         yield self._item("response.output_item.done", item)
 
     def _ended(self) -> dict[str, object]:
-        """The response at its end; kept, if it may be."""
+        """The finished response; stored if the request allows it."""
         cut = self._finish == "length"
         response = self._response("incomplete" if cut else "completed")
         if cut:
@@ -134,7 +134,7 @@ class ResponsesAnswer(BaseAnswer):
         return response
 
     def _messages(self) -> list[dict[str, object]]:
-        """What the assistant said, as a message of a chat."""
+        """The assistant's output, as a chat message."""
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self.items:
             if item["type"] == "message":

@@ -21,8 +21,8 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url",
             "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
             "computer_call_output.output.image_url", "code_interpreter_call.outputs")
-"""What a client may want in the response; of reasoning it gets the text, and all others are about
-tools and images that are refused."""
+"""Allowed values of `include`. For reasoning the text is sent; the others are about tools and
+images, which are refused."""
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 """Types of parts that hold a text."""
 
@@ -39,7 +39,7 @@ class FunctionTool(BaseModel):
 
 
 class TextFormat(Strict):
-    """What the text must be; the name and the description of a schema change nothing."""
+    """Constraints on the text; name and description of a schema change nothing."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -49,7 +49,7 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """What the text must be; how long it is to be is not honoured."""
+    """Constraints on the text; `verbosity` is not honoured."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
@@ -63,7 +63,7 @@ class NamedFunction(Strict):
 
 
 class Reasoning(Strict):
-    """How much the model is to reason, where its template reads that."""
+    """How much the model reasons, if its template reads it."""
 
     effort: str | None = None
     summary: str | None = None
@@ -107,10 +107,10 @@ class ResponsesBody(Strict):
     stream_options: StreamOptions | None = None
 
     def chat(self, earlier: list[dict[str, object]]) -> Chat:
-        """The same as a chat.
+        """Convert it to a chat.
 
         Args:
-            earlier: Messages of the response that this one goes on from.
+            earlier: Messages of the response that this request continues.
 
         Raises:
             BadInput: A part of it is not text, or cannot be honoured.
@@ -172,7 +172,7 @@ class ResponsesBody(Strict):
 
 
 def read_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Input items as messages; calls that follow each other are of one message."""
+    """Input items as messages; consecutive calls belong to one message."""
     messages, reasoning = list[dict[str, Any]](), ""
     for number, item in enumerate(items):
         where, kind = f"input.{number}", item.get("type") or ("message" if "role" in item else None)

@@ -1,4 +1,4 @@
-"""The former path of what a step brings to one sample: `draftproof.requests.request.Update` now."""
+"""The former path of `draftproof.requests.request.Update`."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def Progress(
     sample: int, pieces: list[tuple[str, str]], tokens: list[int], logprobs: list[float],
     top: list[Likely], completion: Completion | None, tree: DraftTree | None,
 ) -> Update:  # fmt: skip
-    """An `Update` of no request, from the former order of its fields."""
+    """An `Update` without a request, from the former order of its fields."""
     return Update(Request([]), sample, pieces, tokens, logprobs, top, completion, tree)

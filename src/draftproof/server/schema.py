@@ -1,4 +1,5 @@
-"""What requests may hold besides sampling options, which are read as those of a file of prompts."""
+"""Fields of requests other than sampling options, which are parsed like those of a file of
+prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class Strict(BaseModel):
 
 
 class Function(Strict):
-    """A tool's name and, as JSON schemas, what it takes and returns."""
+    """A tool's name, and JSON schemas of its arguments and results."""
 
     name: str
     description: str | None = None
@@ -24,7 +25,7 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool a chat offers, or the one that must be called."""
+    """A tool that a chat offers, or the one that must be called."""
 
     type: Literal["function"] = "function"
     function: Function
@@ -41,7 +42,7 @@ class JSONSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the text must be; llama.cpp's clients have the schema next to the type."""
+    """Constraints on the text; llama.cpp's clients put the schema next to the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
@@ -49,8 +50,8 @@ class ResponseFormat(Strict):
 
 
 class StreamOptions(Strict):
-    """include_usage: a last chunk tells what was read and written; with continuous_usage_stats
-    every chunk does. include_obfuscation changes no answer."""
+    """include_usage: a last chunk has the usage; with continuous_usage_stats every chunk has it.
+    include_obfuscation is ignored."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -58,16 +59,16 @@ class StreamOptions(Strict):
 
 
 class DraftproofOptions(Strict):
-    """drafter: "none" writes without drafts. trees: streamed chunks tell what was drafted."""
+    """drafter: "none" writes without drafts. trees: streamed chunks contain the draft trees."""
 
     drafter: str = ""
     trees: bool = False
 
 
 class GenerationBody(BaseModel):
-    """What both kinds of requests may hold; other fields are options of the sampling.
+    """Fields of completions and chats; all other fields are sampling options.
 
-    priority: lower ones are taken first. cache_salt: nothing is shared with requests of another.
+    priority: lower ones run first. cache_salt: nothing is shared with requests of another salt.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -105,11 +106,11 @@ class Chat(GenerationBody):
 
     @property
     def splits_reasoning(self) -> bool:
-        """Whether reasoning is told apart from the answer."""
+        """Whether reasoning is separated from the answer."""
         return self.separate_reasoning is not False and self.reasoning_format != "none"
 
     def template_options(self) -> dict[str, object]:
-        """What the chat template is to read besides messages and tools."""
+        """Variables of the chat template other than messages and tools."""
         options = {"documents": self.documents or None, "enable_thinking": self.enable_thinking,
                    "reasoning_effort": self.reasoning_effort, **(self.chat_template_kwargs or {})}
         return {name: value for name, value in options.items() if value is not None}

@@ -1,5 +1,5 @@
-"""Tool calls: the form in which a model's chat template writes them, grammars of them, and calls
-read from a text."""
+"""Tool calls: their form in a model's chat template, their grammars, and parsing them from a
+text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ __all__ = [
 
 
 def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, object]], Form | None]:
-    """The tools that a model may call, for its template, and how it writes calls; None for none."""
+    """The tools that a model may call, for its template, and the form of calls; None if there are
+    none."""
     tools = [tool.model_dump(exclude_unset=True, by_alias=True) for tool in body.tools or ()]
     if not tools and body.tool_choice not in (None, "none", "auto"):
         raise BadInput("tool_choice asks for a call, and there are no tools")
@@ -52,7 +53,7 @@ def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, object]], F
 
 
 def call_rule(body: Chat, form: Form, grammars: Grammars) -> LogitsRule | None:
-    """The grammar that `tool_choice` asks for: a call of some tool, or of the one named."""
+    """The grammar for `tool_choice`: a call of any tool, or of the named one."""
     choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
     if choice is None or choice == "auto":
         return None
@@ -100,7 +101,8 @@ def _call_schema(function: Function, form: Form) -> dict[str, object]:
 
 
 def _terminals(text: str, codec: Codec | None) -> str:
-    """A text in a Lark grammar; what the tokenizer has as one added token is that token."""
+    """A text in a Lark grammar; parts that are added tokens of the tokenizer are written as
+    tokens."""
     known = codec.tokenizer.get_added_vocab() if codec else {}
     names = sorted(filter(None, known), key=len, reverse=True)
     parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
@@ -109,7 +111,7 @@ def _terminals(text: str, codec: Codec | None) -> str:
 
 
 def call_messages(messages: list[dict[str, Any]], form: Form | None) -> list[dict[str, Any]]:
-    """Messages with the arguments of calls as the template wants them: objects, or JSON text."""
+    """Messages with arguments of calls as the template expects them: objects, or JSON text."""
     if form is None or not form.text_arguments:
         return messages
     messages = copy.deepcopy(messages)
@@ -120,13 +122,13 @@ def call_messages(messages: list[dict[str, Any]], form: Form | None) -> list[dic
 
 
 class CallReader:
-    """Parts a text, as it comes, into what is said and the calls at its end.
+    """Splits a text, while it is written, into the answer and the calls at its end.
 
-    From what may begin a call on, everything is held back until the text has ended.
+    Everything from the possible beginning of a call on is held back until the text has ended.
 
     Args:
         form: How the model writes calls.
-        tools: What was offered; forms that write text without quotes need the schemas.
+        tools: The tools offered; forms that write text without quotes need their schemas.
     """
 
     def __init__(self, form: Form, tools: Sequence[Tool] = ()) -> None:
@@ -134,7 +136,7 @@ class CallReader:
         self._schemas = {tool.function.name: tool.function.parameters for tool in tools}
 
     def push(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
-        """The text that is certain to be none of a call; with the last of it, the calls."""
+        """The new text that is certainly not part of a call; at the end, the calls."""
         self._held += text
         place, calls = self._first_call(), list[Call]()
         cut = len(self._held[:place].rstrip())
@@ -146,7 +148,7 @@ class CallReader:
         return certain, [as_client(index, call) for index, call in enumerate(calls)]
 
     def _last_calls(self, place: int) -> tuple[int, list[Call]]:
-        """Where the calls begin, and what they are. A mark may be quoted before them."""
+        """The position of the calls, and the calls. Text before them may quote a mark."""
         while place < len(self._held):
             if calls := read_calls(self._held[place:], self.form, self._schemas):
                 return place, calls
@@ -158,11 +160,11 @@ class CallReader:
         return len(self._held), []
 
     def _first_call(self) -> int:
-        """Where a call begins, or may begin, in what is held."""
+        """Where a call begins, or may begin, in the text held back."""
         text, begin = self._held, self.form.mark
         start = len(text) - len(text.lstrip())
         opening = {"json": ("{", "["), "python": ("[",)}.get(self.form.kind, ())
-        if not self._text.strip() and text[start : start + 1] in opening:   # some forget the mark
+        if not self._text.strip() and text[start : start + 1] in opening:   # the mark is optional
             return start
         sizes = range(len(begin) - 1, 0, -1)
         partial = next((size for size in sizes if text.endswith(begin[:size])), 0)

@@ -1,4 +1,4 @@
-"""The process that serves: sockets, time limits on slow clients, and how it ends."""
+"""The serving process: sockets, time limits for slow clients, and shutdown."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("draftproof.server")
 READ_SECONDS = 60.0
-"""Within so many a request must have come, its body included."""
+"""Seconds within which a request must have arrived, its body included."""
 STALL_SECONDS = 60.0
-"""A client that takes nothing of its answer for so long is gone."""
+"""Seconds after which a client that reads nothing is disconnected."""
 KEEP_ALIVE_SECONDS = 15
-"""A connection may be idle for so long after a response."""
+"""Seconds that a connection may be idle after a response."""
 CLOSING_SECONDS = 3
-"""For the last bytes of responses, after everything has ended."""
+"""Seconds for the last bytes of responses, after everything has ended."""
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 QUIET_SECONDS = 60.0
-"""Between two log lines about connections that cannot be accepted."""
+"""Seconds between two log lines about connections that cannot be accepted."""
 
 
 class Connection(HttpToolsProtocol):
-    """A connection with limits on the time of a request, on its headers, and on its reader."""
+    """A connection with limits on the time and headers of requests, and on slow readers."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._reading: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
-        self._head: int | None = 0                  # bytes of unfinished headers, if they are
+        self._head: int | None = 0                  # bytes of unfinished headers, if any
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -86,14 +86,14 @@ class Connection(HttpToolsProtocol):
 
     @property
     def unfinished(self) -> bool:
-        """Whether it has a request without a complete response."""
+        """Whether a request has no complete response yet."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _too_slow(self) -> None:
         self._refuse(b"408 Request Timeout")
 
     def _refuse(self, status: bytes) -> None:
-        """Close; say why, if no response has begun."""
+        """Close; send the reason if no response has begun."""
         if self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
@@ -103,18 +103,17 @@ class Connection(HttpToolsProtocol):
 
 
 class WebServer(uvicorn.Server):
-    """Serves until a signal; then it drains: what runs may end, nothing else begins.
+    """Serves until a signal; then it drains: running requests may finish, no new ones are accepted.
 
-    While it drains, /health answers 503, and so does everything else. A second signal ends it at
-    once.
+    While it drains, /health and all other routes answer 503. A second signal ends it at once.
     """
 
     def __init__(self, app: FastAPI, lifecycle: Lifecycle, drain_seconds: float) -> None:
         """
         Args:
-            app: What is served.
-            lifecycle: Says how many requests run, and is told that the server drains.
-            drain_seconds: How long they may go on after the signal.
+            app: The application.
+            lifecycle: Counts the running requests, and holds the flag for draining.
+            drain_seconds: How long requests may run after the signal.
         """
         config = uvicorn.Config(
             app, http=Connection, log_config=None, access_log=False, lifespan="on",
@@ -137,7 +136,7 @@ class WebServer(uvicorn.Server):
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; true ends the server."""
+        """Called ten times per second; true ends the server."""
         ending = await super().on_tick(counter)
         if not ending or self._signalled is None:
             return ending
@@ -154,7 +153,7 @@ class WebServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        """One line a minute where asyncio writes a traceback for each connection."""
+        """Log one line per minute where asyncio would log a traceback for each connection."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in NO_DESCRIPTORS):
             loop.default_exception_handler(context)
@@ -166,13 +165,13 @@ class WebServer(uvicorn.Server):
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """A listening socket and its URL.
 
-    It listens at once: two sockets may be bound to one port as long as none of them listens.
+    It listens at once, since two sockets may be bound to one port as long as neither listens.
 
     Raises:
-        BadInput: If nothing can listen there.
+        BadInput: The address cannot be bound.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    if os.name == "posix":                          # elsewhere it lets others take the port
+    if os.name == "posix":                          # elsewhere others could take the port
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -186,7 +185,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
 
 
 def raise_descriptor_limit(wanted: int = 65536) -> None:
-    """Allow as many open connections as the system lets this process have."""
+    """Raise the limit of open connections to the system's maximum for this process."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 
