@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import unicodedata
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import gguf_files
 import numpy as np
 import pytest
+import transformers
 from gguf_tokenizers import PUBLISHED, TEXTS, as_file, published
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from draftproof.errors import UnsupportedModel
 from draftproof.gguf.file import GGUFFile
-from draftproof.gguf.tokenizer import tokenizer_of
+from draftproof.gguf.tokenizer import end_tokens, tokenizer_of
 
 
 @pytest.mark.parametrize("pre", PUBLISHED)
@@ -57,6 +60,55 @@ def test_a_splitting_that_is_not_known_is_refused_with_a_remedy(tmp_path: Path) 
     file = as_file(tokenizer, tmp_path / "bert.gguf", "x", **{"ggml.model": "bert"})
     with pytest.raises(UnsupportedModel, match=r"of the kind 'bert', .* --tokenizer FOLDER"):
         tokenizer_of(file)
+
+
+@pytest.mark.parametrize(("special", "ends"), [
+    ({"<|return|>": 3, "<|end|>": 3, "<|call|>": 3}, ["<|return|>", "<|call|>"]),
+    ({"<|end|>": 3, "<|endoftext|>": 3}, ["<|end|>", "<|endoftext|>"]),
+    ({"<eos>": 3, "<turn|>": 3, "<|tool_response>": 4, "</s>": 3},
+     ["<eos>", "<turn|>", "<|tool_response>"]),
+    ({"<|end_of_text|>": 3, "<|eom|>": 3, "<|eot|>": 3}, ["<|end_of_text|>", "<|eom|>", "<|eot|>"]),
+])  # fmt: skip
+def test_answers_end_where_the_publishers_say(
+    special: dict[str, int], ends: list[str], tmp_path: Path
+) -> None:
+    """gpt-oss ends its messages, of which an answer has several; Gemma 4 waits for tools."""
+    tokens = [*special, "a", "b"]
+    values = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 0,
+              "tokenizer.ggml.token_type": [*special.values(), 1, 1]}  # fmt: skip
+    gguf_files.write(tmp_path / "model.gguf", {"x": np.ones(32)}, values)
+    read = end_tokens(GGUFFile.open(tmp_path / "model.gguf"))
+    assert sorted(tokens[token] for token in read) == sorted(ends)
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_gemma4_vocabularies_have_the_ids_of_their_tokenizer(says: bool, tmp_path: Path) -> None:
+    """Early files deny the beginning token that Gemma 4 always has."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<turn|>"]
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    trained.train_from_iterator(TEXTS[:4] * 3, trainers.BpeTrainer(
+        vocab_size=140, show_progress=False, special_tokens=special))  # fmt: skip
+    vocab = sorted(trained.get_vocab(), key=trained.get_vocab().__getitem__)
+    tokens = [*vocab, *(f"<0x{byte:02X}>" for byte in range(256))]
+    pairs = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
+    ids = {token: number for number, token in enumerate(tokens)}
+    wanted = transformers.GemmaTokenizer(ids, pairs, extra_special_tokens={"end": "<turn|>"})
+    values = {
+        "tokenizer.ggml.model": "gemma4", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in pairs],
+        "tokenizer.ggml.token_type": [3] * 6 + [1] * (len(vocab) - 6) + [6] * 256,
+        "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3, "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": says,
+    }  # fmt: skip
+    gguf_files.write(tmp_path / "model.gguf", {"x": np.ones(32)}, values, "gemma4")
+    read = tokenizer_of(GGUFFile.open(tmp_path / "model.gguf")).tokenizer
+    for text in [*TEXTS, "one\n\n\n two<turn|>\n  three"]:
+        plain = list(wanted(text, add_special_tokens=False).input_ids)
+        assert read.encode(text).ids == [2, *plain], text
+        assert read.decode(plain, skip_special_tokens=False) == text
 
 
 def sentencepiece(text: str, scores: dict[str, float], prefix: bool) -> list[str]:

@@ -28,10 +28,15 @@ SPACE = "▁"
 ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "<|end_of_text|>", "<end_of_utterance>",
-    "<eos>", "<turn|>", "<｜end▁of▁sentence｜>", "[e~[", "<|endofprompt|>",
+    "<eos>", "<turn|>", "<｜end▁of▁sentence｜>", "[e~[", "<|endofprompt|>", "<|eot|>", "<|eom|>",
 })  # fmt: skip
 """Control tokens that end an answer in whichever vocabulary has them. Files name only one or two
 of a model's end tokens."""
+TOOL_RESPONSE = "<|tool_response>"
+"""Gemma 4 stops before what a tool returns; files have it as a token of text."""
+INNER = (({"<|return|>", "<|call|>"}, "<|end|>"), ({TOOL_RESPONSE}, "</s>"))
+"""Vocabularies, by tokens that they have, in which an end token of others ends no answer: gpt-oss
+ends each of an answer's messages with it, and in Gemma 4 it is text."""
 _ROLES = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknown",
           "pad": "padding"}  # fmt: skip
 
@@ -235,7 +240,9 @@ def _add_special(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
 def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
     """Beginning and end tokens around a text, where the file wants them."""
     metadata, roles, tokens = vocabulary.file.metadata, vocabulary.roles, vocabulary.tokens
-    bos = metadata.flag("tokenizer.ggml.add_bos_token", adds_bos) and "bos" in roles
+    # early files of Gemma 4 deny it
+    always = metadata.text("tokenizer.ggml.model") == "gemma4"
+    bos = (always or metadata.flag("tokenizer.ggml.add_bos_token", adds_bos)) and "bos" in roles
     eos = metadata.flag("tokenizer.ggml.add_eos_token", False) and "eos" in roles
     used = [tokens[roles[role]] for role, wanted in (("bos", bos), ("eos", eos)) if wanted]
     first, last = (used[:1] if bos else []), (used[-1:] if eos else [])
@@ -246,11 +253,14 @@ def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> 
 
 
 def _end_tokens(vocabulary: _Vocabulary) -> tuple[int, ...]:
+    tokens = vocabulary.tokens
     ends = [vocabulary.roles[role] for role in ("eos", "eot", "eom") if role in vocabulary.roles]
     ends += [number for number, (token, kind)
-             in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
-             if token in ENDS and kind == CONTROL]  # fmt: skip
-    return tuple(dict.fromkeys(ends))
+             in enumerate(zip(tokens, vocabulary.types, strict=True))
+             if (token in ENDS and kind == CONTROL) or token == TOOL_RESPONSE]  # fmt: skip
+    names = {tokens[number] for number in ends}
+    inner = [name for sign, name in INNER if sign <= names]
+    return tuple(dict.fromkeys(number for number in ends if tokens[number] not in inner))
 
 
 def _templates(file: GGUFFile) -> dict[str, str]:
