@@ -53,6 +53,15 @@ def test_a_file_gives_the_logits_of_its_model(name: str, tmp_path: Path) -> None
             assert model.config[key] == getattr(original.config, key)
 
 
+@pytest.mark.parametrize("name", ["llama3", "llama4"])
+def test_factors_of_frequencies_are_the_rule_that_made_them(name: str, tmp_path: Path) -> None:
+    """Factors without their rule would end texts at the model's context."""
+    original = gguf_models.tiny(name)
+    model = model_of(GGUFFile.open(gguf_models.save(original, tmp_path / "model.gguf")))
+    assert model is not None
+    assert model.config["rope_parameters"] == original.config.rope_parameters
+
+
 def test_rows_in_blocks_are_reordered_without_changing_them(tmp_path: Path) -> None:
     original = gguf_models.tiny("llama")
     file = GGUFFile.open(gguf_models.save(original, tmp_path / "model.gguf", "Q8_0"))

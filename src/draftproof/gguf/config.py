@@ -266,9 +266,11 @@ def paired_rows(rows: int, heads: int) -> Tensor:
 # rotary position embedding
 
 ROPE_FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 8192}  # fmt: skip
-"""Of every published model with such factors; the file holds the factors alone."""
+_LLAMA3: tuple[dict[str, Any], ...] = tuple(
+    {"low_freq_factor": 1.0, "high_freq_factor": high, "original_max_position_embeddings": 8192}
+    for high in (4.0, 1.0)
+)
+"""Of every published Llama 3, and of Llama 4; a file holds the factors alone."""
 
 
 def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
@@ -323,13 +325,15 @@ def _llama3(file: GGUFFile, theta: float, rotated: int, context: int) -> dict[st
     factors = torch.tensor(_factors(file, "rope_freqs.weight"))
     if bool((factors == 1).all()):
         return {}
-    largest, (low, high, original) = float(factors.max()), _LLAMA3.values()
-    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    largest, exponents = float(factors.max()), torch.arange(0, rotated, 2).float() / rotated
     wavelengths = 2 * math.pi * theta**exponents
-    share = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-    wanted = 1 / ((1 - share) / largest + share)
-    if len(factors) == len(wanted) and torch.allclose(factors, wanted, rtol=1e-4):
-        return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
+    for settings in _LLAMA3:
+        low, high, original = settings.values()
+        # Llama 4 has nothing between the two
+        share = ((original / wavelengths - low) / max(high - low, 1e-9)).clamp(0, 1)
+        wanted = 1 / ((1 - share) / largest + share)
+        if len(factors) == len(wanted) and torch.allclose(factors, wanted, rtol=1e-4):
+            return {"rope_type": "llama3", "factor": largest, **settings}
     listed = factors.tolist()
     return {"rope_type": "longrope", "short_factor": listed, "long_factor": listed,
             "factor": 1.0, "original_max_position_embeddings": context}  # fmt: skip
