@@ -56,7 +56,7 @@ ROUTED: dict[str, Any] = {
     "moe_intermediate_size": 32, "first_k_dense_replace": 1, "norm_topk_prob": True,
 }  # fmt: skip
 DELTA_NET: dict[str, Any] = {
-    "num_hidden_layers": 4, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "num_hidden_layers": 4, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }  # fmt: skip
@@ -110,7 +110,7 @@ BY_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
             "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 32}}),
     "gemma4": ("gemma4_text", {
         **GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96,
-        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0}),
+        "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0}),
     "gemma4-experts": ("gemma4_text", {
         **GEMMA4, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 4,
         "top_k_experts": 2, "moe_intermediate_size": 32, "attention_k_eq_v": True,
@@ -145,7 +145,7 @@ def tiny(name: str, **changed: Any) -> Any:
     return model
 
 
-def save(model: Any, path: Path, types: str | None = None, parts: int = 0, *,
+def save(model: Any, path: Path, types: str | dict[str, str] | None = None, parts: int = 0, *,
          more: dict[str, torch.Tensor] | None = None, extra: dict[str, np.ndarray] | None = None,
          change: Callable[[dict[str, Any]], object] | None = None,
          **metadata: Any) -> Path:  # fmt: skip
@@ -154,7 +154,7 @@ def save(model: Any, path: Path, types: str | None = None, parts: int = 0, *,
     Args:
         model: Of `tiny`, or of its families.
         path: Where to.
-        types: The type of matrices; None leaves them in float32.
+        types: The type of matrices, or of those whose names end so; None leaves them in float32.
         parts: Tensors of each part of a split file; 0 writes one file.
         more: Weights of further layers, by their names in a checkpoint.
         extra: Further tensors of the file.
@@ -165,8 +165,8 @@ def save(model: Any, path: Path, types: str | None = None, parts: int = 0, *,
     if config.model_type == "gemma4_text":                  # else widths of heads cannot be read
         config.allow_global_per_layer_attribute_access = True
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
-    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers + bool(more))
+    numbers = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[architecture], config.num_hidden_layers + bool(more))
     tensors: dict[str, np.ndarray] = {}
     for key, weight in [*model.state_dict().items(), *(more or {}).items()]:
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -176,7 +176,9 @@ def save(model: Any, path: Path, types: str | None = None, parts: int = 0, *,
     tensors |= extra or {}
     if change is not None:
         change(tensors)
-    matrices = {name: types for name, tensor in tensors.items() if tensor.ndim > 1 and types}
+    kinds = types if isinstance(types, dict) else {"": types}
+    matrices = {name: kind for ending, kind in kinds.items() for name, tensor in tensors.items()
+                if tensor.ndim > 1 and kind and name.endswith(ending)}  # fmt: skip
     return gguf_files.write(path, tensors, {**keys, **metadata}, architecture, matrices,
                             split_max_tensors=parts)  # fmt: skip
 
@@ -335,7 +337,8 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
     if architecture.startswith("qwen35"):
         keys[".rope.dimension_sections"] = [*rope["mrope_section"], 0]
     if architecture in ("qwen35", "qwen35moe", "qwen3next"):
-        keys |= {".ssm.conv_kernel": config.linear_conv_kernel_dim,
+        keys |= {".full_attention_interval": config.layer_types.index("full_attention") + 1,
+                 ".ssm.conv_kernel": config.linear_conv_kernel_dim,
                  ".ssm.state_size": config.linear_key_head_dim,
                  ".ssm.group_count": config.linear_num_key_heads,
                  ".ssm.time_step_rank": config.linear_num_value_heads,
@@ -364,7 +367,8 @@ def of_experts(architecture: str, config: Any) -> dict[str, Any]:
         keys |= {".expert_shared_count": config.n_shared_experts,
                  ".leading_dense_block_count": config.first_k_dense_replace,
                  ".expert_weights_scale": config.routed_scaling_factor,
-                 ".expert_weights_norm": bool(config.norm_topk_prob)}  # fmt: skip
+                 ".expert_weights_norm": bool(config.norm_topk_prob),
+                 ".expert_gating_func": 1 if config.model_type == "deepseek_v2" else 2}  # fmt: skip
         if config.n_group > 1:
             keys |= {".expert_group_count": config.n_group,
                      ".expert_group_used_count": config.topk_group}
