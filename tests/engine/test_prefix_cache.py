@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from tiny import target
+from tiny import build, target
 
 import draftproof as dp
+from draftproof.drafters.base import Plain
+from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.engine import Engine
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.model.loading import load_model
@@ -19,6 +22,26 @@ LONG = "One day, Lily and Tom went to the big park with a red ball and a small d
 HERE = "Tom said that he was happy."
 DRAFTERS: list[dict[str, str]] = [{"assistant_model": "demo-draft"}, {"drafter": "demo-medusa"},
                                   {"drafter": "demo-redrafter"}, {"drafter": "none"}, {}]
+
+
+LAYERS = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 8,
+          "num_attention_heads": 4, "num_key_value_heads": 2}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gated delta net": ("Qwen3_5TextConfig", {
+        **LAYERS, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 8}),
+    "convolutions": ("Lfm2Config", {**LAYERS, "layer_types": ["conv", "full_attention"]}),
+    "Mamba": ("MambaConfig", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+    "keys as well": ("FalconH1Config", {
+        **LAYERS, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_d_state": 8,
+        "mamba_chunk_size": 8, "mamba_n_groups": 1}),
+}  # fmt: skip
+
+
+def build_hybrid(kind: str) -> Any:
+    name, values = HYBRIDS[kind]
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    return build(name, 0, vocab_size=96, initializer_range=0.4, **ends, **values)
 
 
 def counted(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
@@ -83,6 +106,30 @@ def test_where_reads_differ_whole_chunks_of_prompts_alone_are_known(
         done = engine.generate(text[:length], max_new_tokens=1)[0]
         assert since() == read
         assert done.tokens == plain.generate(text[:length], max_new_tokens=1)[0].tokens
+
+
+@pytest.mark.parametrize("kind", ["gated delta net", "convolutions", "Mamba", "keys as well"])
+def test_hybrids_go_on_from_states_at_borders_of_chunks(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of a conversation, then a text that begins alike: the same text, less is read."""
+    target = Target(build_hybrid(kind))
+    texts, text = list[list[int]](), [2 + n * n % 29 for n in range(400)]
+    texts += [text, [*text, *text[:90]], [*text[:300], 7, 7], [*text[:129], 9], text[:128]]
+    since = counted(target, monkeypatch)
+    plain = [Engine(target).generate([each], max_new_tokens=9)[0].tokens for each in texts]
+    for drafter in (Plain(), PromptLookup()):
+        engine, read = Engine(target, drafter, budget=3), list[int]()
+        engine.prefixes = PrefixCache(64 << 20)
+        since()
+        for each, wanted in zip(texts, plain, strict=True):
+            assert engine.generate([each], max_new_tokens=9)[0].tokens == wanted
+            read.append(since())
+        first, *others = engine.prefixes.known
+        assert engine.prefixes.hits == 3 and engine.prefixes.reused == 384 + 256 + 128
+        assert read[1] < read[0] - 256 and engine.prefixes.nbytes == sum(
+            entry.nbytes for entry in (first, *others))
+        assert all(set(entry.states or {}) <= {128, 256, 384} for entry in (first, *others))
 
 
 @pytest.mark.needs_kernels

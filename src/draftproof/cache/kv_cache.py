@@ -94,6 +94,19 @@ class KVCache:
         """All stores, layer by layer, each [B, heads, capacity, ...]."""
         return [store for layer in self.layers for store in layer.stores]
 
+    @property
+    def by_position(self) -> list[Tensor]:
+        """What is stored per position: all that can be cut to the beginning of a text."""
+        return self.tensors
+
+    def copied_states(self) -> list[Tensor] | None:
+        """A copy of the recurrent states after all committed tokens; None if they are not known, or
+        there are none."""
+        return None
+
+    def resume(self, states: Sequence[Tensor], tokens: Tensor) -> None:
+        """Let the only row go on from copied states after tokens [n]."""
+
     def write_at(self, first: int, nodes: int) -> int:
         """Let the next forward write nodes `first` to `nodes`; return how many slots it may see."""
         span = self.reserve(nodes)

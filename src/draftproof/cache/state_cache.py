@@ -118,6 +118,24 @@ class StateCache(KVCache):
         fits = torch.arange(nodes) < room[:, None]
         return replace(tree, tokens=torch.where(fits.to(tree.tokens.device), tree.tokens, ABSENT))
 
+    @property
+    def by_position(self) -> list[Tensor]:
+        states = {id(state) for layer in self._stateful for state in layer.states}
+        return [store for store in self.tensors if id(store) not in states]
+
+    def copied_states(self) -> list[Tensor] | None:
+        if bool(self.waiting.any()):
+            return None
+        return [state.clone() for layer in self._stateful for state in layer.states]
+
+    def resume(self, states: Sequence[Tensor], tokens: Tensor) -> None:
+        stored = [state for layer in self._stateful for state in layer.states]
+        for store, state in zip(stored, states, strict=True):
+            store.copy_(state)
+        self.text[:, : len(tokens)] = tokens
+        self.waiting.zero_()
+        self._reads.marks, self._reads.trails = [], []
+
     def block(self, tree: TokenTree, first: int) -> Block:
         """What to read for the nodes `first:` of a chain; states and keys are pointed there."""
         nodes, device = tree.tokens.shape[1], self.text.device

@@ -17,7 +17,7 @@ from draftproof.core.ops import Ops
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.engine.batch import Samples
-from draftproof.engine.prefix_cache import PrefixCache
+from draftproof.engine.prefix_cache import PrefixCache, States
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import BadInput
 from draftproof.model.target import Target
@@ -42,8 +42,8 @@ class Prompts:
                 f"{target.name} keeps {kept}, which static shapes would pad; leave graphs, "
                 "compilation and static shapes out"
             )
-        # states cannot be cut, and a decoder's cache depends on the encoder's input
-        reads_all = target.has_states or target.is_encoder_decoder or drafter.needs_all_hidden
+        # a decoder's cache depends on the encoder's input
+        reads_all = target.is_encoder_decoder or drafter.needs_all_hidden
         self.prefixes = None if reads_all else prefixes
         if prefixes is not None:
             prefixes.belong_to(target.weights_version)
@@ -52,6 +52,8 @@ class Prompts:
         # drafts and prompts are read by one path, so a text stores the same values either way
         self.alike = self.several and target.kv_cache in (None, "int8")
         self.grain, self.chunk = (1, SHORT) if self.alike else (CHUNKS[-1], CHUNKS[-1])
+        if target.has_states:                   # which are known at the borders of chunks alone
+            self.grain = self.chunk = CHUNKS[1]
 
     def admissible(
         self, prompts: Sequence[Sequence[int]], owners: Sequence[int] | None = None
@@ -72,15 +74,17 @@ class Prompts:
         return not in_one_read and self._unread(prompt, owner) > self.chunk
 
     def remember(
-        self, row: KVCache, text: Sequence[int], prompt: int, owner: int, *, copy: bool = True
-    ) -> None:
+        self, row: KVCache, text: Sequence[int], prompt: int, owner: int, *, copy: bool = True,
+        states: States | None = None,
+    ) -> None:  # fmt: skip
         """Remember the only row of a cache for prompts that begin with the same text; only the
         first `prompt` tokens if drafts are not read like prompts.
 
-        copy: whether the cache will still be written to."""
-        if self.prefixes is not None:
+        copy: whether the cache will still be written to. states: of a target that has them, at
+        borders of chunks; without them nothing is remembered of it."""
+        if self.prefixes is not None and (states or not self.target.has_states):
             count = len(text) if self.alike else prompt // self.grain * self.grain
-            self.prefixes.keep(text[:count], row, owner, copy=copy)
+            self.prefixes.keep(text[:count], row, owner, copy=copy, states=states or None)
 
     def padded(self, texts: Sequence[Sequence[int]], width: int) -> Tensor:
         """[b, width] tokens, padded with ABSENT."""
@@ -118,6 +122,7 @@ class Prefill:
         self.view.lengths.zero_()
         if prompts.target.is_encoder_decoder:
             prompts.target.begin(self.view, self.sources)
+        self.states = States()
         self.known = [self._reuse(place) for place in range(len(groups))]
         self.rests = [text[known:] for text, known in zip(self.texts, self.known, strict=True)]
 
@@ -136,10 +141,25 @@ class Prefill:
         alone = len(texts) == 1 and not (finished and shapes.closed)           # no padding
         reading = target.read(tree, self.view, last_only=alone, hidden_layers=layers)
         self._commit(tree, reading, [len(text) for text in texts])
+        if target.has_states and self.prompts.prefixes is not None:
+            self._keep_states()
         if finished and longest > SHORT:
             text = self.texts[0]
-            self.prompts.remember(self.view, text, len(text), self.owners[0], copy=not self.apart)
+            self.prompts.remember(self.view, text, len(text), self.owners[0], copy=not self.apart,
+                                  states=self.states)
         return finished
+
+    def _keep_states(self) -> None:
+        """Keep the states at the border of a chunk: at the last one, where the text's next turn
+        goes on, and at each that is twice as far as one before, for texts that begin alike."""
+        place, grain = self.known[0] + self.start, self.prompts.grain
+        if place % grain or place > len(self.texts[0]):
+            return
+        states = self.view.copied_states()
+        if states is not None:
+            spread = {border: held for border, held in self.states.items()
+                      if (border // grain).bit_count() == 1}
+            self.states = {**spread, place: states}
 
     @property
     def finished(self) -> bool:
@@ -171,7 +191,7 @@ class Prefill:
         if prefixes is None:
             return 0
         view, owner = self.view.rows(place, place + 1), self.owners[place]
-        known = prefixes.reuse(text, view, self.prompts.grain, owner)
+        known, self.states = prefixes.reuse(text, view, self.prompts.grain, owner)
         if known:
             target, layers = self.prompts.target, len(self.prompts.drafter.hidden_layers)
             nothing = torch.zeros(1, 1, 1, 1, dtype=target.dtype, device=target.device)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from draftproof.cache.kv_cache import KVCache
@@ -16,13 +17,26 @@ LEAST = 16
 """Reading fewer tokens takes less time than looking them up and copying them."""
 
 
+States = dict[int, list[Tensor]]
+"""Recurrent states of a text by the number of tokens before them."""
+
+
 class Known(NamedTuple):
-    """The text of an owner, and each layer's store of it, [1, heads, tokens, ...]."""
+    """The text of an owner, and each layer's store of it, [1, heads, tokens, ...]; of a model with
+    recurrent states, these at borders of chunks, where alone a prompt can go on."""
 
     tokens: npt.NDArray[np.int64]
     stores: list[Tensor]
     nbytes: int
     owner: int
+    states: States | None = None
+
+    def usable(self, text: npt.NDArray[np.int64], grain: int) -> int:
+        """How many tokens of a text, a multiple of `grain`, need not be read."""
+        count = self.common(text)
+        if self.states is not None:
+            return max((border for border in self.states if border <= count), default=0)
+        return count - count % grain
 
     def common(self, text: npt.NDArray[np.int64]) -> int:
         """How many tokens its common prefix with a text has."""
@@ -54,43 +68,52 @@ class PrefixCache:
             self._owner = weights
             self.known.clear()
 
-    def reuse(self, prompt: Sequence[int], row: KVCache, grain: int, owner: int = 0) -> int:
+    def reuse(
+        self, prompt: Sequence[int], row: KVCache, grain: int, owner: int = 0
+    ) -> tuple[int, States]:
         """Copy the longest known beginning of a prompt, a multiple of `grain`, to the only row of a
-        cache; return its length. The last token is always left to be read."""
-        best, count = self._best(prompt, grain, owner)
+        cache; return its length, and the states known within it. The last token is always left to
+        be read."""
+        (best, count), states = self._best(prompt, grain, owner), States()
         if count:
             entry = self.known.pop(best)
             self.known.append(entry)
-            for store, known in zip(row.tensors, entry.stores, strict=True):
+            for store, known in zip(row.by_position, entry.stores, strict=True):
                 store[:, :, :count] = known[:, :, :count]
+            if entry.states is not None:
+                row.resume(entry.states[count], torch.tensor(prompt[:count]))
+                states = {place: held for place, held in entry.states.items() if place <= count}
             row.lengths.fill_(count)
             self.hits, self.reused = self.hits + 1, self.reused + count
-        return count
+        return count, states
 
     def length(self, prompt: Sequence[int], grain: int, owner: int = 0) -> int:
         """How many tokens of a prompt `reuse` would copy."""
         return self._best(prompt, grain, owner)[1]
 
     def keep(
-        self, tokens: Sequence[int], row: KVCache, owner: int = 0, *, copy: bool = True
-    ) -> None:
+        self, tokens: Sequence[int], row: KVCache, owner: int = 0, *, copy: bool = True,
+        states: States | None = None,
+    ) -> None:  # fmt: skip
         """Remember a text whose keys and values are in the only row of a cache, if it fits.
 
-        copy: whether the cache will still be written to."""
+        copy: whether the cache will still be written to. states: of a model that has them."""
         text, count = np.array(tokens), len(tokens)
         shared = [entry.common(text) if entry.owner == owner else -1 for entry in self.known]
-        each = sum(store.stride(2) * store.shape[1] * store.element_size() for store in row.tensors)
-        nbytes = (each + text.itemsize) * count
+        each = sum(store.stride(2) * store.shape[1] * store.element_size()
+                   for store in row.by_position)
+        held = sum(state.nbytes for states_at in (states or {}).values() for state in states_at)
+        nbytes = (each + text.itemsize) * count + held
         if count < LEAST or count in shared or nbytes > self.limit:
             return
         self.known = [entry for entry, common in zip(self.known, shared, strict=True)
                       if common < len(entry.tokens)]          # prefixes of it are no longer needed
-        stores = [store[:, :, :count] for store in row.tensors]
+        stores = [store[:, :, :count] for store in row.by_position]
         if copy:
             stores = [store.clone() for store in stores]
         else:
-            nbytes = text.nbytes + row.nbytes
-        self.known.append(Known(text, stores, nbytes, owner))
+            nbytes = text.nbytes + row.nbytes + held
+        self.known.append(Known(text, stores, nbytes, owner, states))
         while self.nbytes > self.limit:
             self.known.pop(0)
 
@@ -98,8 +121,7 @@ class PrefixCache:
         """The owner's text with the longest prefix of a prompt, and how many of its tokens can be
         used."""
         text = np.array(prompt[:-1])
-        shared = [(entry.common(text), place) for place, entry in enumerate(self.known)
+        shared = [(entry.usable(text, grain), place) for place, entry in enumerate(self.known)
                   if entry.owner == owner]
         count, best = max(shared, default=(0, 0))
-        count -= count % grain
         return best, count if count >= LEAST else 0
