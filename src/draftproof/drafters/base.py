@@ -1,4 +1,4 @@
-"""The seam: what a drafting method must do, and what draft heads share."""
+"""The interface of drafting methods, and what draft heads share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from draftproof.weights.packed_linear import JointLinear, pack_linears, packable
 from draftproof.weights.quantized_linear import Int8Linear, slow_because
 
 PADDING = 512
-"""Vocabulary sizes of one tokenizer may differ by this many, or by 1 %: tables are padded."""
+"""Vocabulary sizes for one tokenizer may differ by this many, or by 1 %, since tables are
+padded."""
 T = TypeVar("T")
 
 
@@ -67,7 +68,7 @@ class Drafter(ABC):
         """Committed tokens, over all rows, that it must read before it can propose. Default: none.
 
         Args:
-            pending: Tokens of each row that `observe` has yet to bring.
+            pending: Tokens of each row that `observe` has not been called with yet.
 
         Returns:
             How many tokens it would have to read before it can draft.
@@ -75,7 +76,7 @@ class Drafter(ABC):
         return 0
 
     def for_run(self, rows: int, capacity: int, ops: Ops) -> Self:
-        """A started copy that serves one run: what `start` assigns is its own, the rest shared.
+        """A started copy for one run. What `start` assigns belongs to the copy, the rest is shared.
 
         Args:
             rows: Rows of the batch.
@@ -100,30 +101,31 @@ class Drafter(ABC):
         self.ops = ops
 
     def begin(self, rows: Sequence[int], sources: Sequence[object]) -> None:
-        """Rows that come next are about these sources, of an encoder-decoder. Default: nothing.
+        """Announce the sources of new rows, for encoder-decoders. Default: nothing.
 
         Args:
             rows: Rows that begin a text.
-            sources: What the encoder reads of each.
+            sources: The encoder's input of each.
         """
 
     def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
-        """Rows that come next, and whose they are: 0, or random numbers of 64 bits. What a drafter
-        keeps of a text beyond its row may draft for rows of the same owner alone. Default: nothing,
-        as nothing is kept.
+        """Announce the owners of new rows: 0, or random 64-bit numbers. Whatever a drafter
+        remembers
+        of a text beyond its row may be used only for rows of the same owner. Default: nothing,
+        since nothing is remembered.
 
         Args:
             rows: Rows that begin a text.
-            owners: Who owns each text.
+            owners: The owner of each text.
         """
 
     def observe(self, commit: Commit) -> None:
-        """Learn what was committed: each row's prompt first, then every round. Default: nothing.
+        """Learn the committed tokens: each row's prompt first, then every round. Default: nothing.
 
-        Rows are consecutive. Rounds in which it was not asked may come several as one commit.
+        Rows are consecutive. Several rounds without a proposal may be merged into one commit.
 
         Args:
-            commit: The tokens that were committed, and what the target said of them.
+            commit: The committed tokens, and the target's output for them.
         """
 
     @abstractmethod
@@ -145,7 +147,7 @@ class Drafter(ABC):
         """
 
     def drafted_by(self, tree: TokenTree) -> list[list[str]]:
-        """The name of the drafter of each node of its last proposal, [B, N], for people to see.
+        """The drafter's name for each node of its last proposal, [B, N], for display.
 
         Args:
             tree: A tree that it proposed.
@@ -167,7 +169,7 @@ class Plain(Drafter):
 
 
 class SharedMemory(dict[torch.device, T]):
-    """What a drafter learns for later runs, by device, made when it is first needed."""
+    """What a drafter remembers for later runs, by device; made when first needed."""
 
     def __init__(self, make: Callable[[torch.device], T]) -> None:
         self.make = make
@@ -178,16 +180,16 @@ class SharedMemory(dict[torch.device, T]):
 
 
 Vocabulary = Target
-"""A target, of which draft heads use the tables between tokens and hidden states."""
+"""A target whose embeddings and LM head are used by draft heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """The form of any draft head.
+    """The sizes of any draft head.
 
-    num_layers: residual blocks. vocab_size: tokens the ids refer to. share_lm_head: project with
-    the target's LM head, which is not stored. draft_vocab_size: how many tokens it knows, if not
-    all: so many rows of that LM head, or of its own. base_model: the target it was trained for.
+    num_layers: residual blocks. vocab_size: the target's tokens. share_lm_head: project with the
+    target's LM head, which is not stored. draft_vocab_size: the size of its draft vocabulary; None:
+    all tokens. base_model: the target it was trained for.
     """
 
     hidden_size: int
@@ -205,7 +207,7 @@ class HeadConfig:
 
 
 class DraftHead(nn.Module, ABC):
-    """Weights that predict tokens from the target's hidden states: what training trains.
+    """Trainable weights that predict tokens from the target's hidden states.
 
     Step i = 0, 1, ... predicts, from the hidden state of token t, token t + 2 + i; token t + 1 is
     the target's own.
@@ -222,14 +224,14 @@ class DraftHead(nn.Module, ABC):
     decay: float = 1.0
     """Step i counts decay^(i + 1) in the loss."""
     token_map: Tensor | None
-    """[D] int64 the tokens of its draft vocabulary; None: it knows all."""
+    """[D] int64 the tokens of its draft vocabulary; None: all tokens."""
     projection: nn.Linear | None
     """The rows of the target's LM head for `token_map`, if it shares that; frozen, not stored."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config, known = config, config.draft_vocab_size
-        # not on the meta device, where arange imports much of torch
+        # on the meta device, arange would import much of torch
         tokens = torch.arange(known, device="cpu") if known is not None else None
         self.register_buffer("token_map", tokens)
         self.projection = None
@@ -242,7 +244,7 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def own_projections(self) -> list[nn.Linear]:
-        """What it projects with, if not with the target's LM head."""
+        """Its own projections, if it does not use the target's LM head."""
 
     @abstractmethod
     def predict(self, features: Features, vocabulary: Vocabulary) -> Iterator[Tensor]:
@@ -258,7 +260,7 @@ class DraftHead(nn.Module, ABC):
     def limit_vocabulary(self, tokens: Tensor, vocabulary: Vocabulary) -> None:
         """Draft only `tokens` [D]: it projects with these rows of the LM head from now on.
 
-        FR-Spec (arXiv 2502.14856): rare tokens cost more than they earn.
+        FR-Spec (arXiv 2502.14856): rare tokens cost more than they gain.
         """
         self.token_map = tokens.to(vocabulary.device)
         self.config = replace(self.config, draft_vocab_size=len(tokens))
@@ -272,18 +274,18 @@ class DraftHead(nn.Module, ABC):
             )
 
     def solve(self, texts: Iterable[Features], vocabulary: Vocabulary) -> None:
-        """Begin with weights found in closed form from what the target made of these texts, in
-        order. Default: nothing, and nothing is read."""
+        """Initialise weights in closed form from the target's output for these texts. Default:
+        nothing is done or read."""
 
     def count(self, first: Tensor, second: Tensor) -> int:
-        """Learn what is counted: in the training text, tokens `second` [N] followed `first` [N].
+        """Count bigrams of the training text: tokens `second` [N] followed `first` [N].
 
-        Returns how many bigrams it keeps. Default: none."""
+        Returns the number of bigrams that are kept. Default: none."""
         return 0
 
     @abstractmethod
     def drafter(self, vocabulary: Vocabulary) -> Drafter:
-        """The drafter that decodes with these weights, in the dtype and place of the target."""
+        """The drafter with these weights, in the dtype and on the device of the target."""
 
 
 H = TypeVar("H", bound=DraftHead)
@@ -327,8 +329,8 @@ class HeadDrafter(Drafter, Generic[H]):
         self.hidden[: len(rows)] = self.hidden[list(rows)]
 
     def packed_projection(self, own_projection: nn.Module | None) -> Native | None:
-        """What the head projects with, as our kernels read it: its `own` projection, its rows of
-        the target's LM head, or that LM head; None if it is not packed."""
+        """The head's projection for our kernels: its `own` one, its rows of the target's LM head,
+        or the whole LM head; None if it is not packed."""
         tables = self.vocabulary.native
         projection = own_projection if own_projection is not None else self.head.projection
         if tables is None or projection is None:
@@ -338,7 +340,7 @@ class HeadDrafter(Drafter, Generic[H]):
 
 
 def packed(layers: Iterable[nn.Module]) -> list[Native] | None:
-    """Layers as our kernels read them; None if one of them is not packed for these."""
+    """Layers for our kernels; None if one of them is not packed."""
     natives = [layer.native if isinstance(layer, JointLinear) else None for layer in layers]
     known = [native for native in natives if native is not None]
     return known if len(known) == len(natives) else None
@@ -349,7 +351,7 @@ def must_fit(name: str, hidden_size: int, vocab_size: int, target: Vocabulary) -
 
     Args:
         name: The drafter, for the error.
-        hidden_size: Numbers of the target's hidden states that it reads.
+        hidden_size: The width of the hidden states that it reads.
         vocab_size: Tokens that it drafts; either side may be padded.
         target: The target at hand.
 
@@ -378,7 +380,7 @@ def over_vocabulary(logits: Tensor, vocab_size: int, token_map: Tensor | None = 
 
 
 def must_hold(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name: str) -> None:
-    """Refuse weights of which some lack, or have another shape."""
+    """Raise if weights are missing or have the wrong shape."""
     for key, empty in wanted.items():
         if key not in tensors:
             raise DrafterMismatch(f"{name} lacks {key}; its file is incomplete, fetch it again")
@@ -391,10 +393,10 @@ def must_hold(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], name:
 
 
 def decoding_copy(head: H, vocabulary: Vocabulary) -> H:
-    """The head in the target's dtype and place; the one given stays as it is.
+    """A copy of the head in the target's dtype and on its device.
 
-    On a CPU with kernels for that it is packed in 8 bits, which halves the time of drafting and
-    leaves the text as it is."""
+    On a CPU with our kernels it is packed in 8 bits, which halves the time of drafting and does not
+    change the text."""
     state, device, dtype = head.state_dict(), vocabulary.device, vocabulary.dtype
     with torch.device("meta"):
         copied = type(head)(head.config)

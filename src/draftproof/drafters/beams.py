@@ -1,4 +1,4 @@
-"""Beam search through a draft: of all nodes that it weighs the most likely are one tree."""
+"""Beam search for drafts: the most likely of all visited nodes become one tree."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from draftproof.core.tree_shape import TreeForm
 Read = Callable[[TokenTree, int], Tensor]
 """Logits [B, n, V] after the nodes `first:` of a tree: the beams of one level at a time."""
 Sure = Callable[[], Tensor]
-"""Log-probability [B, n] that the target takes the first choice after each of the nodes that were
-read last."""
+"""Log-probability [B, n] that the target accepts the first choice after each of the last read
+nodes."""
 LEAST = 0.05
-"""A path ends where a drafter that estimates its acceptance gives it less."""
+"""A path ends if the drafter's estimate of its acceptance is below this."""
 
 
 def weighed(
     frontier: Frontier, read: Read, width: int, deepest: int, sure: Sure | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All nodes that a search with so many beams weighs.
+    """All nodes that a beam search visits.
 
     The search ends where no beam is as likely as `frontier.min_confidence`.
 
     Args:
-        frontier: Where rows stand.
-        read: What says the logits.
+        frontier: The state of the rows.
+        read: Computes the logits.
         width: Beams per level.
         deepest: Levels.
-        sure: What estimates acceptance, if the drafter has that; paths then end below `LEAST`.
+        sure: Estimates acceptance, if the drafter can; paths then end below `LEAST`.
 
     Returns:
         Tokens, parents (the root its own) and path probabilities, [B, M] each.
@@ -67,8 +67,8 @@ def weighed(
 
 
 def calibrated(steps: Tensor, sure: Tensor) -> Tensor:
-    """Log-probabilities [B, n, k] of the best tokens, highest first, of which the first is accepted
-    with log-probability `sure` [B, n]; the others share what is left as before."""
+    """Log-probabilities [B, n, k] of the best tokens, highest first. The first has log-probability
+    `sure` [B, n]; the others share the rest in the same proportions."""
     first, rest = steps[..., :1], steps[..., 1:]
     left = torch.log1p(-sure.exp().clamp(max=1 - 1e-6))[..., None]
     others = torch.log1p(-first.exp().clamp(max=1 - 1e-6))
@@ -79,7 +79,7 @@ def calibrated(steps: Tensor, sure: Tensor) -> Tensor:
 def likeliest(
     frontier: Frontier, read: Read, width: int, deepest: int, sure: Sure | None = None
 ) -> TokenTree:
-    """The `frontier.max_draft_tokens` most likely of the nodes that a search weighs."""
+    """The tree of the `frontier.max_draft_tokens` most likely nodes of a search."""
     pool = weighed(frontier, read, width, deepest, sure)
     nodes = frontier.max_draft_tokens + 1
     return frontier.sampler.ops.run(TokenTree.likeliest, *pool, nodes, deepest)

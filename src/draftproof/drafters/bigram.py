@@ -1,10 +1,10 @@
-"""Bigram correction of draft heads: which token follows which, counted in text.
+"""Bigram correction of draft heads: counts of which token follows which.
 
 Medusa's heads predict without knowing what the others chose. After a token a, a head's chance of x
 is multiplied by (p(x | a) / p(x)) ** WEIGHT and normalised again. Hydra (arXiv 2402.05109) trains
-layers to see the token before; this takes a table. Without bigrams the chances stay as they are.
+layers that see the token before; here a table is enough. Without bigrams nothing changes.
 
-Shape letters beyond the usual: P bigrams, S of one first token, K heads, W nodes of a level.
+Further shape letters: P bigrams, S of one first token, K heads, W nodes of a level.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from draftproof.native.trees import TreeBuffer
 
 Pairs = structure("Pairs")
 MOST = 128
-"""Bigrams kept of one first token, the most common."""
+"""The most bigrams per first token; the most common are kept."""
 PRIOR = 10.0
-"""How many times each token is taken to have been seen before what usually comes."""
+"""Pseudo-count of each first token, with the usual frequencies of second tokens."""
 WEIGHT = 0.7
-"""How much a gain counts. Less than 1: the head has guessed at the token before, too."""
+"""Weight of a gain. Below 1, because the head has already guessed the token before."""
 
 
 class Bigrams(NamedTuple):
-    """The gains of bigrams, in logarithms; those of one first token lie side by side.
+    """Logarithmic gains of bigrams, grouped by first token.
 
     starts: [V + 1] int32, those of token a are starts[a] to starts[a + 1]. tokens, gains: [P] the
     second tokens (int32), the most common first, and log p(x | a) / p(x). rest: [V] the same for
@@ -50,14 +50,14 @@ class Bigrams(NamedTuple):
 
     @classmethod
     def none(cls, vocab_size: int) -> Bigrams:
-        """Of which no token has any."""
+        """An empty table."""
         starts, tokens = (torch.zeros(size, dtype=torch.int32) for size in (vocab_size + 1, 0))
         gains, rest = (torch.zeros(size, dtype=torch.float32) for size in (0, vocab_size))
         return cls(starts, tokens, gains, rest, 0)
 
     @classmethod
     def counted(cls, first: Tensor, second: Tensor, vocab_size: int) -> Bigrams:
-        """Of tokens [N] and those after them [N]: of pairs that come twice or more often."""
+        """Count tokens [N] and their successors [N]; pairs that occur only once are dropped."""
         codes, counts = torch.unique(first.long() * vocab_size + second.long(), return_counts=True)
         seen = torch.bincount(first.long(), minlength=vocab_size).double()
         usual = torch.bincount(second.long(), minlength=vocab_size).double() + 0.5
@@ -78,7 +78,7 @@ class Bigrams(NamedTuple):
         return cls(starts.int(), second.int(), gains.float(), rest.float())
 
     def check(self, vocab_size: int) -> None:
-        """Compare the columns with each other, and the tokens with the target's.
+        """Check the columns against each other, and the tokens against the target's.
 
         Raises:
             DrafterMismatch: They are not a table of bigrams of `vocab_size` tokens.
@@ -109,9 +109,9 @@ class Bigrams(NamedTuple):
             )
 
     def resized(self, vocab_size: int, device: torch.device) -> Bigrams:
-        """For a target of so many tokens, whose table may be padded: others have no bigrams.
+        """The table for a target of this vocabulary size; padding tokens have no bigrams.
 
-        Raises DrafterMismatch for bigrams of other tokens, and for broken ones: C trusts them."""
+        Raises DrafterMismatch for unknown tokens and inconsistent tables, which C would trust."""
         self.check(vocab_size)
         starts, most = self.starts.long(), int(self.starts.diff().max())
         known = min(len(self.rest), vocab_size)
@@ -139,8 +139,8 @@ def bigram_tree(
 ) -> TokenTree:  # fmt: skip
     """The tree of the likeliest `nodes` nodes, or the one of this shape, by logits [B, K, V].
 
-    A node of rank r of a shape is its parent's r-th likeliest child. Penalties and n-gram rules
-    take the heads' first choices for the text between.
+    A node of rank r is its parent's r-th likeliest child. Penalties and n-gram rules use the heads'
+    first choices as the text in between.
     """
     sampler, root = frontier.sampler, frontier.prefix.root[:, None]
     text = torch.cat([root, logits[:, :-1].argmax(-1)], 1) if sampler.reads_text else root

@@ -1,6 +1,6 @@
-"""A drafter on disk: every setting must be known and every tensor used, or it is refused by name.
+"""A drafter on disk. Unknown settings and unused tensors are refused by name.
 
-A drafter that is read without one of its norms still drafts, only worse, so nobody would notice.
+A drafter without one of its norms would still draft, only worse, and nobody would notice.
 A method declares its `FORMATS`; `checkpoints` finds the one that a folder or file is in.
 """
 
@@ -33,7 +33,7 @@ NUMBER = (int, float)
 ANY = object
 """Type of a setting that changes nothing here."""
 LAYERS = "transformer_layer_config"
-"""Where `speculators` describes the layers; others describe them next to everything else."""
+"""The setting in which `speculators` describes the layers; others have no such level."""
 METHOD = "speculators_model_type"
 TARGETS = ("base_model", "base_model_name_or_path", "target_model", "target_model_name")
 """Settings that may name the model that a drafter was trained for."""
@@ -43,9 +43,9 @@ SPECULATORS = {
 }  # fmt: skip
 STRIPPED = {r".*rotary_emb\..*": "", r"(?:model\.)?midlayer\.(.+)": r"layers.0.\1",
             r"model\.(.+)": r"\1"}  # fmt: skip
-"""Patterns of tensor names in files, and our name; the empty name: it is not needed."""
+"""Patterns of tensor names in files, and our name; empty if the tensor is not needed."""
 SIZE = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)b(?![a-z])")
-"""The parameters of a model in its name, as in Qwen3-4B."""
+"""The number of parameters in a model's name, as in Qwen3-4B."""
 
 
 class Checkpoint:
@@ -64,7 +64,8 @@ class Checkpoint:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """By name of each tensor, its file. Only names are read, and those in an index not even."""
+        """The file of each tensor, by name. Only names are read; with an index, no file is
+        opened."""
         if self.path.is_dir():
             return weight_files.all_files(self.folder)
         return weight_files.tensor_files(self.folder, [self.path])
@@ -74,7 +75,7 @@ class Checkpoint:
         return [str(name) for name in self.settings.get("architectures") or ()]
 
     def names(self, keys: Mapping[str, str]) -> dict[str, str]:
-        """By our name, the file's name of each tensor; refuses two that become one."""
+        """The file's name of each tensor, by our name; refuses two tensors of one name."""
         names = renamed(self.files, keys)
         twice = [name for name in self.files if our_name(name, keys) in names
                  and names[our_name(name, keys)] != name]  # fmt: skip
@@ -86,12 +87,12 @@ class Checkpoint:
         return names
 
     def tensors(self, keys: Mapping[str, str]) -> dict[str, Tensor]:
-        """By our name, each tensor."""
+        """Each tensor, by our name."""
         return weight_files.read_tensors(self.names(keys), self.files)
 
 
 def our_name(name: str, keys: Mapping[str, str]) -> str:
-    """Our name of a tensor by the first pattern that matches its name; the same name, if none."""
+    """Our name of a tensor, by the first pattern that matches; unchanged if none does."""
     for pattern, new in keys.items():
         if match := re.fullmatch(pattern, name):
             return match.expand(new)
@@ -99,7 +100,7 @@ def our_name(name: str, keys: Mapping[str, str]) -> str:
 
 
 def renamed(names: Iterable[str], keys: Mapping[str, str]) -> dict[str, str]:
-    """By our name, the file's name of each tensor; those whose new name is empty are left out."""
+    """The file's name of each tensor, by our name, without tensors whose new name is empty."""
     ours = {our_name(name, keys): name for name in names}
     ours.pop("", None)
     return ours
@@ -110,10 +111,10 @@ class Format:
     """A layout in which drafters are published.
 
     Attributes:
-        title: What it is called, "DFlash drafter".
+        title: Its name in messages, such as "DFlash drafter".
         recognises: Whether a checkpoint is in this format.
         load: Makes the drafter, for a target. Raises DrafterMismatch if it is not for this target.
-        settings: What each setting may be: types, or the one value that is implemented here.
+        settings: Allowed values of each setting: types, or the one value that is implemented.
         keys: Patterns of tensor names, and our name of each; see `Checkpoint.names`.
         nested: Settings that hold further ones.
         shaped: Whether it takes a draft tree.
@@ -164,14 +165,14 @@ class Format:
 
 @dataclass
 class Described:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         name: For messages.
-        settings: All of them, from wherever they are; None for those that are not given.
+        settings: All settings, from all levels; None for those not given.
         layers: The decoder layers, without weights.
         tensors: By our name.
-        tokens: How many tokens per round its publisher drafts, if that is said.
+        tokens: Tokens per round as published, if stated.
     """
 
     name: str
@@ -187,7 +188,7 @@ class Described:
         return int(self.layers.config.vocab_size) if head is None else len(head)
 
     def require(self, *keys: str) -> None:
-        """Refuse a drafter that lacks one of these settings."""
+        """Refuse a drafter without one of these settings."""
         for key in keys:
             if not self.settings[key] and self.settings[key] != 0:
                 raise DrafterMismatch(
@@ -199,7 +200,7 @@ class Described:
 
         Args:
             target: The target.
-            width: What it reads; None, the width of its own layers.
+            width: The width that it reads; None: that of its own layers.
         """
         stated = self.settings.get("target_hidden_size")
         read = width if width is not None else self.layers.config.hidden_size
@@ -225,8 +226,8 @@ class Described:
     def token_map(self, target: Vocabulary) -> Tensor | None:
         """The target's id of each of its tokens; None if they are the same.
 
-        Takes `d2t` (how far the target's id is from its own) and `t2d` (which of the target's
-        tokens it has) out of the tensors."""
+        Removes `d2t` (differences to the target's ids) and `t2d` (which of the target's tokens it
+        has) from the tensors."""
         offsets, size = self.tensors.pop("d2t", None), self.vocab_size
         known, vocab_size = self.tensors.pop("t2d", None), target.vocab_size
         stated = self.settings.get("draft_vocab_size")
@@ -256,7 +257,7 @@ class Described:
 
 
 def _set_windows(layers: DraftLayers, settings: Mapping[str, Any], name: str) -> None:
-    """Let sliding layers have the window that is stated, under either of its names."""
+    """Give sliding layers the stated window, under either of its names."""
     kinds = getattr(layers.config, "layer_types", None) or ()
     slides = "sliding_attention" in kinds
     window = settings.get("swa_window_size") or settings.get("sliding_window")
@@ -288,7 +289,7 @@ def _must_agree(
 
 
 def proposed_tokens(settings: Mapping[str, Any], name: str) -> int | None:
-    """How many tokens `speculators` says are drafted; refuses acceptance that is not exact."""
+    """The number of draft tokens that `speculators` states; refuses inexact acceptance."""
     config = settings.get("speculators_config")
     methods = config.get("proposal_methods") if isinstance(config, dict) else None
     count = None
@@ -307,8 +308,7 @@ def proposed_tokens(settings: Mapping[str, Any], name: str) -> int | None:
 
 
 def target_name(settings: Mapping[str, object]) -> str:
-    """The model that a drafter says it was trained for, without its publisher; empty if it does
-    not say."""
+    """The model that a drafter was trained for, without the publisher; empty if not stated."""
     config = settings.get("speculators_config")
     verifier = config.get("verifier") if isinstance(config, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None

@@ -1,7 +1,7 @@
-"""The one way from a folder or file to a drafter: which format it is in, and what it is for.
+"""Read a drafter from a folder or file, in any known format.
 
-A module of this package that declares `FORMATS` is found by itself, so a further format is one
-file. Nothing is loaded to find out the format: settings and names of tensors are enough.
+Every module of this package that declares `FORMATS` is found automatically, so a further format is
+one file. Settings and names of tensors decide the format; no tensor is loaded for that.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from draftproof.errors import DrafterMismatch, DraftproofError, ModelNotFound
 __all__ = ["describe", "formats", "is_head", "load_drafter", "read_head", "recognise", "write_head"]
 
 UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
-"""What making a network of senseless settings may raise."""
+"""Exceptions from building a network with senseless settings."""
 
 
 @lru_cache(maxsize=1)
 def formats() -> tuple[Format, ...]:
-    """Every format that is read."""
+    """All known formats."""
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     modules = (import_module(f"{package.__name__}.{name}") for name in names)
     return tuple(layout for module in modules for layout in getattr(module, "FORMATS", ()))
@@ -36,7 +36,7 @@ def recognise(path: str | Path) -> tuple[Checkpoint, Format] | None:
     """A drafter's checkpoint and its format; None for anything else, such as a draft model.
 
     Raises:
-        DrafterMismatch: It says that it is a drafter, of a kind that is not known here.
+        DrafterMismatch: It is a drafter of an unknown kind.
         ModelNotFound: Its settings cannot be read.
     """
     path = Path(path)
@@ -63,7 +63,7 @@ def recognise(path: str | Path) -> tuple[Checkpoint, Format] | None:
 
 
 def is_head(folder: str | Path) -> bool:
-    """Whether a folder holds, or says that it holds, Medusa or recurrent heads. Never raises."""
+    """Whether a folder contains, or claims to contain, Medusa or recurrent heads. Never raises."""
     try:
         result = recognise(folder)
     except (DraftproofError, OSError):
@@ -72,15 +72,15 @@ def is_head(folder: str | Path) -> bool:
 
 
 def load_drafter(path: str | Path, target: Vocabulary) -> Drafter:
-    """The drafter in a folder or file, whatever its format; its `description` says what it is.
+    """The drafter in a folder or file, in any format; its `description` says what it is.
 
     Args:
         path: A folder with config.json and weights, or a file of weights.
-        target: What it is to draft for.
+        target: The target to draft for.
 
     Raises:
         ModelNotFound: There is no drafter, or it cannot be read.
-        DrafterMismatch: It is for another target, or something in it is not known here.
+        DrafterMismatch: It is for another target, or part of it is unknown.
     """
     result = recognise(path)
     if result is None:
@@ -97,7 +97,7 @@ def load_drafter(path: str | Path, target: Vocabulary) -> Drafter:
 
 
 def describe(checkpoint: Checkpoint, known: Format, target: Vocabulary) -> str:
-    """What a checkpoint is, as in "DSpark head for Qwen3-4B, block 8"."""
+    """A description such as "DSpark head for Qwen3-4B, block 8"."""
     settings = checkpoint.settings
     trained = target_name(settings) or str(target.name).rstrip("/").rpartition("/")[2]
     size = settings.get("block_size")
@@ -108,7 +108,7 @@ def describe(checkpoint: Checkpoint, known: Format, target: Vocabulary) -> str:
 
 
 def read_head(folder: str | Path, vocabulary: Vocabulary) -> DraftHead:
-    """The Medusa or recurrent head in a folder, of any layout, in the dtype of its file.
+    """The Medusa or recurrent head in a folder, in any layout, in the dtype of its file.
 
     Args:
         folder: Where it is.

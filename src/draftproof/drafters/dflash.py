@@ -1,14 +1,15 @@
 """DFlash (2602.06036): a block of tokens in one pass, from hidden states of several target layers.
 
-Keys and values of the text are made of the target's fused states and kept; the root and mask tokens
-after it attend to them and to each other, and each place says what its token may be. Places do not
-know each other's tokens, so what is drawn has the distribution of its place. DFlash 2 adds
-convolutions within the block, and a selector that weighs the most likely tokens of a place by the
-token before. DSpark (2607.05147) adds to the logits of a place what the token before suggests, and
-estimates whether a token will be accepted, so that a draft ends in time.
+Keys and values of the text are computed from the target's fused states and kept. The root and mask
+tokens after it attend to them and to each other, and each position predicts its token. Positions do
+not know each other's tokens, so drawn tokens have the distribution of their position. DFlash 2 adds
+convolutions within the block, and a selector that ranks the likeliest tokens of a position by the
+token before. DSpark (2607.05147) adds a term for the token before to the logits, and estimates
+whether a token will be accepted, so that a draft can end early.
 
-Published layouts: z-lab's and DeepSpec's, with settings in `dflash_config` or `dspark_config` or
-next to it, whose layers are counted as outputs; and that of `speculators`, counted as inputs.
+Published layouts: z-lab's and DeepSpec's, with settings in `dflash_config`, in `dspark_config` or
+at the top level, and layers counted as outputs; and that of `speculators`, with layers counted as
+inputs.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ KNOWN: dict[str, Any] = {
     # another value is another network
     "is_neox_style": True, "attention_sink_bias": False, "add_swa_attention_sink_bias": False,
     "projector_type": "dflash", "use_aux_hidden_state": True, "shift_label": False,
-    # what the tensors say, and settings of another projector, of training or of kernels
+    # redundant with the tensors, or about another projector, training or kernels
     "target_hidden_size": int, "draft_vocab_size": int, "moe_experts_implementation": ANY,
     **dict.fromkeys(("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "auf",
                      "lambda_base_start", "lambda_base_decay_ratio"), ANY),
@@ -53,16 +54,16 @@ DSPARK: dict[str, Any] = {
     "enable_confidence_head": bool, "confidence_head_with_markov": bool,
 }  # fmt: skip
 MASK_FILE = "mask_embedding.pt"
-"""Where some keep the embedding of the mask token, if the target's has none."""
+"""Tensor with the embedding of the mask token, if the target has none."""
 
 
 class DFlash(FeatureDrafter):
-    """Drafts a block: each place says at once what its token may be (arXiv 2602.06036).
+    """Drafts a block of tokens in one pass (arXiv 2602.06036).
 
     Args:
         network: The weights of a published drafter.
         name: What it is called in reports.
-        tokens: Draft at most so many; None drafts the block that it was trained for.
+        tokens: The most draft tokens; None: the block that it was trained for.
     """
 
     network: DFlashNet
@@ -73,7 +74,7 @@ class DFlash(FeatureDrafter):
         super().__init__(network, name, deepest)
 
     def observe(self, commit: Commit) -> None:
-        """Keys and values of the text, from what the target made of it."""
+        """Store keys and values of the text, computed from the target's states."""
         (cache, features), width = self.fused(commit), commit.tokens.shape[1]
         angles = self.network.parts.angles(features, self._positions(cache.lengths, width))
         cache.write_at(0, width)
@@ -90,7 +91,7 @@ class DFlash(FeatureDrafter):
         last = list[tuple[int, Tensor]]()
 
         def read(tree: TokenTree, first: int) -> Tensor:
-            """Of the next place, given each of the last nodes."""
+            """Logits of the next position after each of the last nodes."""
             place, before = tree.depth_limit, tree.tokens[:, first:].clamp(min=0)
             state = states[0]
             if first and rank:
@@ -124,8 +125,8 @@ class DFlash(FeatureDrafter):
 def block_mask(
     lengths: Tensor, size: int, span: int, dtype: torch.dtype, causal: bool, window: int | None
 ) -> Tensor:
-    """[B, 1, size, span] 0 where a place of the block sees a slot: of the text and of the block, up
-    to itself if `causal`, no further off than the window."""
+    """[B, 1, size, span] 0 where a position of the block sees a slot of the text or the block: up
+    to itself if `causal`, and within the window."""
     slot = torch.arange(span, device=lengths.device) - lengths[:, None, None]           # [B, 1, S]
     place = torch.arange(size, device=lengths.device)[:, None]
     sees = slot <= place if causal else (slot < size).expand(-1, size, -1)
@@ -167,8 +168,8 @@ def _must_agree(head: Described) -> None:
 
 
 def _samples_from_anchor(head: Described, default: bool) -> bool:
-    """Whether the root's own place says the first token: then a block drafts as many tokens as it
-    has places, else one fewer. The name of the architecture does not tell."""
+    """Whether the root's position predicts the first token. Then a block drafts as many tokens as
+    it has positions, otherwise one fewer. The name of the architecture does not show it."""
     stated, size = head.settings["sample_from_anchor"], int(head.settings["block_size"])
     count = head.settings["speculative_tokens"] or head.tokens
     if stated is None:

@@ -1,8 +1,8 @@
-"""What versions of DFlash add to its layers: convolutions within the block and a selector (DFlash
-2), a Markov head and a confidence head (DSpark, 2607.05147).
+"""Additions of later versions of DFlash: convolutions within the block and a selector (DFlash 2), a
+Markov head and a confidence head (DSpark, 2607.05147).
 
-All of them tell a place of the block something of the token before it, which places that are
-drafted at once do not know.
+All of them give a position of the block information about the token before it, which positions that
+are drafted in parallel do not have.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
 
 class Convolution(nn.Module):
-    """Two causal convolutions over the block, before and after a part of a layer, whose kernels are
-    the same for all places but for what a projection of the inputs adds for each group."""
+    """Two causal convolutions over the block, before and after a part of a layer. All positions
+    share their kernels, apart from a term per group that is projected from the inputs."""
 
     def __init__(self, size: int, kernel: int, group: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * kernel * (size // group), bias=False)
 
     def forward(self, hidden: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
-        """[B, N, H] what a part makes of convolved inputs [B, N, H], convolved."""
+        """[B, N, H] the convolved output of a part for convolved inputs [B, N, H]."""
         shape = (*hidden.shape[:2], 2, self.kernel, -1)
         added = self.kernel_projection(hidden).view(shape)              # [B, N, 2, kernel, groups]
         kernels = self.base_kernel + added.repeat_interleave(self.group, -1)
@@ -36,7 +36,7 @@ class Convolution(nn.Module):
 
 
 def _convolved(hidden: Tensor, kernels: Tensor) -> Tensor:
-    """[B, N, H] the sum over the places before of what they hold times the kernel here."""
+    """[B, N, H] the sum over earlier positions, weighted by this position's kernel."""
     size = hidden.shape[1]
     back = range(min(kernels.shape[2], size))
     moved = [F.pad(hidden, (0, 0, step, 0))[:, :size] * kernels[:, :, step] for step in back]
@@ -44,7 +44,7 @@ def _convolved(hidden: Tensor, kernels: Tensor) -> Tensor:
 
 
 class Selector(nn.Module):
-    """What a token adds to the logit of the one after it: <A(a) * W h, B(b)>."""
+    """A token's contribution to the logit of the next: <A(a) * W h, B(b)>."""
 
     def __init__(self, vocab_size: int, size: int, rank: int) -> None:
         super().__init__()
@@ -59,14 +59,15 @@ class Selector(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """What the token before adds to the logits of a place: W2 of its embedding in W1.
+    """The contribution of the previous token to the logits of a position: W2 of its embedding in
+    W1.
 
-    gated: a gate of the place's state weighs the embedding. rnn: a recurrent state over the tokens
-    of the path takes its place.
+    gated: the embedding is weighted by a gate from the position's state. rnn: a recurrent state
+    over the tokens of the path replaces the embedding.
 
     Args:
         kind: One of `MARKOV_HEADS`.
-        shapes: Shapes of the head's tensors, by name, which say whether projections have a bias.
+        shapes: Shapes of the head's tensors, by name; they show which projections have a bias.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class MarkovHead(nn.Module):
     def forward(
         self, hidden: Tensor, before: Tensor, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What to add to the logits, [B, n, D], and the state after these tokens, [B, n, r].
+        """The contribution to the logits, [B, n, D], and the state after these tokens, [B, n, r].
 
         Args:
             hidden: [B, H] of the place.
@@ -108,8 +109,8 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely the target is to accept the token of a place, from its state and, if the head
-    takes that, the Markov embedding of the token before."""
+    """The probability that the target accepts the token of a position, from its state and, for some
+    heads, the Markov embedding of the token before."""
 
     def __init__(self, inputs: int, bias: bool) -> None:
         super().__init__()

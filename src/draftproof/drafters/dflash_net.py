@@ -1,4 +1,4 @@
-"""The network of DFlash, by the published names of its weights; of both versions and of DSpark."""
+"""The network of DFlash (both versions) and DSpark, with the published names of its weights."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class DFlashNet(Network):
     """The weights, by their published names.
 
     Attributes:
-        first: The place of the block whose state says the first draft token: 0 where the root
-            predicts as well (`sample_from_anchor`), else 1.
-        places: How many places say a token.
+        first: The position of the block that predicts the first draft token: 0 if the root predicts
+            too (`sample_from_anchor`), else 1.
+        places: How many positions predict a token.
     """
 
     mask_embedding: Tensor | None = None
@@ -84,7 +84,7 @@ class DFlashNet(Network):
             self.confidence_head = ConfidenceHead(inputs, bias)
 
     def fuse(self, hidden: Tensor) -> Tensor:
-        """[..., H] what keys and values of the text are made of, from states [..., T, H]."""
+        """[..., H] the inputs of keys and values of the text, from states [..., T, H]."""
         return cast(Tensor, self.hidden_norm(self.fc(hidden.flatten(-2))))
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class DFlashNet(Network):
     def forward(
         self, tokens: Tensor, positions: Tensor, mask: Callable[[bool], Mask], cache: KVCache
     ) -> Tensor:
-        """[B, N, H] the normed states of a block of tokens after what the cache holds.
+        """[B, N, H] the normed states of a block of tokens after the cached text.
 
         mask: by causality, a function of the window."""
         hidden = self.embed(tokens)
@@ -115,7 +115,7 @@ class DFlashNet(Network):
         return cast(Tensor, self.norm(hidden))
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """[..., D] logits of the head's own tokens, without what the token before adds."""
+        """[..., D] logits of the draft vocabulary, without the term of the token before."""
         has_head, settings = hasattr(self, "lm_head"), self.settings
         logits = self.lm_head(hidden) if has_head else self.vocabulary.unembed(hidden, raw=True)
         for scale in ("output_multiplier", "logit_scale"):
@@ -166,7 +166,7 @@ class DFlashNet(Network):
 
 
 def _causal(described: Described) -> list[bool]:
-    """Of each layer, whether a place of the block sees none after it; the windows are set."""
+    """Whether each layer is causal within the block; also sets the windows."""
     settings, windows = described.settings, described.layers.windows
     apart = settings["sliding_window_non_causal"]
     if apart is None and settings.get(checkpoint.METHOD) == "dflash2":

@@ -1,13 +1,13 @@
 """Speculative sampling with a draft model (Leviathan et al. 2211.17192; Chen et al. 2302.01318).
 
-The draft model reads through the same interface as the target and owns a cache of its own. It
+The draft model has the interface of a target, and its own cache. It
 proposes a chain, or a tree of any static shape, level by level: each node's children are the tokens
-that the target is likeliest to choose there, by its own noise. When the rule wants drawn tokens
+that the target is likeliest to choose there, given its noise. When the rule wants drawn tokens
 (Leviathan et al., algorithm 1), children are drawn without replacement and carry their
 probabilities.
 
-`SelfDraft` needs no second model: the target drafts with quantised weights, which agree with its
-own nearly always, or with its first layers (Draft & Verify 2309.08168; LayerSkip 2404.16710).
+`SelfDraft` needs no second model: the target drafts with quantised weights, which nearly always
+agree with its own, or with its first layers (Draft & Verify 2309.08168; LayerSkip 2404.16710).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from draftproof.model.target import Target
 from draftproof.weights.quantize import KINDS
 
 WIDTHS = (2, 4, 8)
-"""How many tokens the first read of a round takes: the root, and what was committed since."""
+"""The most tokens of the first read of a round: the root, and the tokens committed since."""
 CONFIDENCE_SCALE = 1.4
-"""`Sampler.confidence`: at this scale tokens are chosen as often as their chance says."""
+"""The scale for `Sampler.confidence` at which probabilities are calibrated."""
 SELF = "self-"
 """Names of self-drafts begin with this."""
 
@@ -89,7 +89,7 @@ class DraftModel(Drafter):
         if shape is not None:
             self.max_draft_tokens = len(shape) - 1
         self.cache: KVCache | None = None
-        self.lag: list[int] = []            # of each row, tokens that may not be in the cache
+        self.lag: list[int] = []            # per row, tokens that may be missing in the cache
         self.scratch: int | Tensor | None = None    # nodes of the last proposal that were read
 
     def unread(self, pending: int = 0) -> int:
@@ -116,8 +116,8 @@ class DraftModel(Drafter):
         self.lag, self.scratch = [lag] * len(self.lag), None
 
     def _keep(self, cache: KVCache, commit: Commit) -> int:
-        """Keep what was read of the proposal that this commit answers; return how many tokens of a
-        row may be lacking."""
+        """Commit the nodes that were read of the last proposal; return how many tokens of a row may
+        be missing."""
         assert self.scratch is not None
         if self.chains:
             cache.keep(None, commit.count.clamp(max=self.scratch))
@@ -221,18 +221,19 @@ class DraftModel(Drafter):
         return over_vocabulary(logits.gather(1, last), self.vocab_size)
 
     def _lacking(self, prefix: Prefix, budget: int) -> int:
-        """The most tokens that a row lacks before the root; too many are read here, but for one."""
+        """The most tokens that a row lacks before the root. If there are too many, all but one are
+        read here."""
         lacking = max(self.lag)
-        fits = max(width for width in WIDTHS if width <= budget + 3)    # as the scratch has room
+        fits = max(width for width in WIDTHS if width <= budget + 3)    # fits the scratch
         if lacking > 1 and lacking >= fits:
             self._catch_up(prefix)
             lacking, self.lag = 1, [min(lag, 1) for lag in self.lag]
         return lacking
 
     def _catch_up(self, prefix: Prefix) -> None:
-        """Read what rows lack but the last committed token, in chunks; equal neighbours together.
-
-        In static shapes all rows together, in chunks of static sizes.
+        """Read the missing tokens of rows, except the last committed one, in chunks. Neighbours
+        that
+        lack equally many are read together. With static shapes: all rows, in chunks of static size.
         """
         static, rows, end = prefix.longest is None, len(self.lag), prefix.tokens.shape[1]
         lacking = [max(self.lag)] * rows if static else self.lag
@@ -257,14 +258,14 @@ class DraftModel(Drafter):
 
 
 class SelfDraft(DraftModel):
-    """Drafts with the target's own weights; its cache is its own, what is not quantised is shared.
+    """Drafts with the target's own weights and a cache of its own. Unquantised weights are shared.
 
     Draft & Verify (arXiv 2309.08168) leaves out layers, LayerSkip (arXiv 2404.16710) takes the
     first ones.
 
     Args:
         target: The target; unquantised, packed or not, if `quantize` is given.
-        layers: Draft with so many of the first layers; None drafts with all.
+        layers: Draft with this many first layers; None: with all.
         quantize: "int8" or "int4"; with neither this nor `layers`, the target itself drafts.
         shape: As for `DraftModel`.
 

@@ -1,10 +1,11 @@
 """A draft model with another tokenizer than the target's (Timor et al., 2502.05202).
 
-The draft reads the text in its own tokens, and that trip need not be faithful: what it drafts is
-judged as any other. Where drafts are drawn, or follow the target's noise, it drafts the tokens both
-share (token-level intersection): its logits are restricted to them, over the target's ids, so that
-what is attached is what was drawn from. Greedy chains are written freely and written again in the
-target's tokens. Neither model is changed.
+The draft model reads the text in its own tokens. This conversion need not be exact, since drafts
+are verified as usual. If drafts are drawn, or follow the target's noise, only tokens that both
+share
+are drafted (token-level intersection): logits are restricted to them, over the target's ids, so the
+attached probabilities are those that tokens were drawn from. Greedy chains are written in the draft
+model's tokens and tokenised again for the target. Neither model is changed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from draftproof.drafters.draft_vocabulary import SharedVocabulary
 
 
 class SharedTokens:
-    """A draft model as one of the target's vocabulary: it reads a text in its own tokens, and what
-    it drafts, and says, in the target's."""
+    """A draft model with the target's vocabulary: it reads texts in its own tokens, but drafts, and
+    logits, are in the target's."""
 
     def __init__(self, model: Model, shared: SharedVocabulary) -> None:
         self.model, self.shared, self.vocab_size = model, shared, shared.size
@@ -50,8 +51,8 @@ class SharedTokens:
 
 @dataclass
 class OwnText:
-    """A row's text in the draft's tokens, the root included; made of `known` of the target's
-    tokens. The cache holds the first `held` of its own."""
+    """A row's text in the draft's tokens, root included, converted from `known` target tokens. The
+    cache holds the first `held` draft tokens."""
 
     tokens: list[int] = field(default_factory=list)
     known: int = 0
@@ -103,8 +104,8 @@ class OtherTokenizer(DraftModel):
         self.rows = [replace(self.rows[row], tokens=[*self.rows[row].tokens]) for row in rows]
 
     def _own_prefix(self, frontier: Frontier) -> Prefix:
-        """The text of each row in the draft's tokens; of more than it can read the beginning is
-        forgotten. The cache is told what it holds."""
+        """The text of each row in the draft's tokens, without its beginning if it is too long.
+        Lengths of the cache are updated."""
         most = min(self.draft_texts.shape[1], self.model.context) - frontier.max_nodes - 3
         for place, end in enumerate(frontier.prefix.position.tolist()):
             row = self.rows[place]

@@ -1,9 +1,9 @@
 """PARD (2504.18583): a draft model that drafts several tokens in one pass.
 
-It is an ordinary language model, trained to read mask tokens (`pard_token`) after a text and to say
-at each of them what comes there. One such model serves all targets that share its tokenizer. Each
-place knows the text and the masks before it, not what they become, so what is drawn has the
-distribution of its place. Keys and values of masks are never kept.
+It is an ordinary language model, trained to read mask tokens (`pard_token`) after a text and to
+predict the token at each of them. One such model serves all targets that share its tokenizer. A
+position sees the text and the masks before it, but not their tokens, so drawn tokens have the
+distribution of their position. Keys and values of masks are never kept.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from draftproof.drafters.features import NODES, WIDTH, Reader, drawn_chain
 from draftproof.errors import DrafterMismatch
 
 TOKENS = 8
-"""Tokens per round when nobody says."""
+"""Tokens per round by default."""
 READ = 16
-"""Tokens that a row may lack before the root; more are read apart, in chunks."""
+"""The most tokens that a row may lack before the root; more are read separately, in chunks."""
 
 
 class ParallelDraft(DraftModel):
@@ -31,8 +31,8 @@ class ParallelDraft(DraftModel):
 
     Args:
         model: The draft, wrapped as a `Target`.
-        vocab_size: Of the target.
-        mask_token: What stands for a token that is not known yet.
+        vocab_size: The target's vocabulary size.
+        mask_token: The id of the mask token.
         trees: Draft the most likely nodes of a search, not a chain.
     """
 
@@ -71,8 +71,8 @@ class ParallelDraft(DraftModel):
         return tree if frontier.trees else tree.best_chain()
 
     def _block(self, frontier: Frontier, levels: int) -> Tensor:
-        """[B, levels, V] logits at the root and the masks after it; what rows lack is read first,
-        and kept."""
+        """[B, levels, V] logits at the root and the masks after it. Missing tokens of rows are read
+        first, and kept."""
         prefix, rows = frontier.prefix, len(self.lag)
         if max(self.lag) > READ:
             self._catch_up(prefix)

@@ -1,8 +1,9 @@
-"""Two tokenizers: which tokens of one are tokens of the other, and the same text in either.
+"""Two tokenizers: the tokens that they share, and conversion of texts between them.
 
-Tokens are compared by the bytes they stand for, so the marks that tokenizers put for a space do not
-matter. Special tokens are shared if both tokenizers have one of that name, and the end token is
-always. Knows tokenizers; knows nothing of models.
+Tokens are compared by their bytes, so the tokenizers' marks for spaces do not matter. Special
+tokens
+are shared if both tokenizers have one of this name; the end token always is. This knows tokenizers,
+no models.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from draftproof.tokenizer.codec import Codec
 from draftproof.tokenizer.token_bytes import bytes_of, is_byte_level
 
 LEAST_SHARED = 0.1
-"""The part of the smaller vocabulary that must be shared."""
+"""The share of the smaller vocabulary that must be common to both."""
 
 
 class TokenTable:
@@ -49,7 +50,8 @@ class TokenTable:
         return token in self._special
 
     def encode(self, text: bytes, begins: bool = False) -> list[int]:
-        """Ids of a text, cut characters left out; with what begins a text if it begins one."""
+        """Ids of a text without incomplete characters; at the beginning of a text, with its first
+        special tokens."""
         tokens = self.codec.encode(text.decode(errors="ignore"), special=False) if text else []
         if tokens and self.bytes_for(tokens[:1]) == b" " and not text.startswith(b" "):
             tokens = tokens[1:]                                 # SentencePiece begins with a space
@@ -95,12 +97,11 @@ class SharedVocabulary:
         return self
 
     def over_target(self, logits: Tensor) -> Tensor:
-        """[..., V] what draft logits [..., draft V] say of the target's tokens; -inf of those not
-        shared."""
+        """[..., V] draft logits [..., draft V] by the target's ids; -inf for tokens not shared."""
         return logits[..., self.to_draft.clamp(min=0)].masked_fill(self.to_draft < 0, -torch.inf)
 
     def begin(self, tokens: Sequence[int]) -> list[int]:
-        """A prompt as the draft's tokenizer writes it, special tokens kept where it has them."""
+        """A prompt in the draft's tokens; special tokens are kept if the draft has them."""
         begins, ids = self.draft.encode(b"", begins=True), list[int]()
         for special, part in groupby(tokens, self.target.is_special):
             if not special:
@@ -111,8 +112,8 @@ class SharedVocabulary:
         return ids if ids[: len(begins)] == begins else [*begins, *ids]
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """New `tokens` of the target in the draft's ids: shared ones one by one, and what lies
-        between as the draft's tokenizer writes it."""
+        """New `tokens` of the target in the draft's ids: shared ones one by one, the text in
+        between by the draft's tokenizer."""
         ids, between = list[int](), b""
         for token in tokens:
             shared = int(self.to_draft[token])
@@ -124,7 +125,7 @@ class SharedVocabulary:
         return ids + self.draft.encode(between)
 
     def back(self, tokens: Sequence[int]) -> list[int]:
-        """What the draft wrote, as the target's tokenizer writes it, as far as it is shared."""
+        """The draft's tokens, tokenised again for the target, up to the first token not shared."""
         ids = list[int]()
         for special, part in groupby(tokens, self.draft.is_special):
             if not special:

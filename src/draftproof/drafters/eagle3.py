@@ -7,8 +7,8 @@ write it) and that of `speculators` (`layers.0.*`). Version 3.1 adds norms befor
 normed state. Layers are counted as inputs (2 is what the third layer reads), in `eagle_config` as
 outputs, as SpecForge and NVIDIA write it.
 
-P-EAGLE reads mask tokens after the root, each with one learnt feature (`mask_hidden`); every one
-sees the text and the masks before it.
+P-EAGLE reads mask tokens after the root, all with one learned feature (`mask_hidden`). Each sees
+the text and the masks before it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ LAYERS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 KNOWN: dict[str, Any] = {
     "norm_before_residual": bool, "norm_before_fc": bool, "fc_norm": bool, "norm_output": bool,
     "logit_scale": NUMBER, "use_aux_hidden_state": bool, LAYERS: list,
-    # what NVIDIA's eagle_config says of every EAGLE-3 drafter; another value is another network
+    # constants of NVIDIA's eagle_config; other values mean another network
     "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
     "parallel_draft_heads_num_layers": 1, "is_causal": True,
-    # what the tensors say, and a setting of training
+    # redundant with the tensors, or about training
     "draft_vocab_size": int, "target_hidden_size": int, "embed_requires_grad": ANY,
 }  # fmt: skip
 PARALLEL: dict[str, Any] = {**KNOWN, "mask_token_id": int, "pard_token": int, "norm_output": False}
 MASKS = 8
-"""Tokens that P-EAGLE drafts if nobody says."""
+"""Tokens that P-EAGLE drafts by default."""
 
 
 class Eagle3(Network):
@@ -120,11 +120,12 @@ class Eagle3(Network):
 
 
 class ParallelEagle(PairDrafter):
-    """P-EAGLE (arXiv 2602.01469): reads the root and mask tokens in one pass; each says a token.
+    """P-EAGLE (arXiv 2602.01469): reads the root and mask tokens in one pass; each predicts a
+    token.
 
     Args:
         network: The weights.
-        mask_token: The id that stands for a token to be drafted.
+        mask_token: The id of the mask token.
         tokens: Tokens of a draft.
     """
 

@@ -1,9 +1,9 @@
-"""Drafting with layers and a KV cache of their own from hidden states of the target: what EAGLE-3,
-MTP and DFlash share.
+"""Drafting from hidden states of the target with layers that have a KV cache: the common part of
+EAGLE-3, MTP and DFlash.
 
-Keys and values of the text are made of what the target made of it; those of drafted tokens are
-never kept. A search weighs nodes by what the network says after them, and the most likely of all
-are the draft (EAGLE-2, 2406.16858); where tokens are drawn it is a chain.
+Keys and values of the text are computed from the target's states; those of drafted tokens are never
+kept. A beam search scores nodes with the network, and the most likely of all are the draft
+(EAGLE-2, 2406.16858). If tokens are drawn, the draft is a chain.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from draftproof.forward.draft_layers import DraftLayers, masks
 from draftproof.weights.packed_linear import pack_linears
 
 WIDTH, DEEPEST, NODES = 4, 7, 16
-"""Nodes that a search reads per level, levels, and draft tokens per round when nobody says."""
+"""Defaults: nodes that a search reads per level, levels, and draft tokens per round."""
 
 
 class Network(nn.Module):
-    """Layers that draft for a target; weights have the names of published checkpoints.
+    """Layers that draft for a target; weights have their published names.
 
     Args:
         layers: Its decoder layers.
         vocabulary: The target, which embeds and unembeds.
 
     Attributes:
-        width: Numbers of a feature.
-        hidden_layers: Layers of the target that features are made of.
+        width: The width of a feature.
+        hidden_layers: Layers of the target that features are computed from.
     """
 
     hidden_layers: tuple[int, ...]
     token_map: Tensor | None = None
-    """The target's id of each row of the head, if it does not know all tokens."""
+    """The target's id of each row of the head, if it has a draft vocabulary."""
 
     def __init__(self, layers: DraftLayers, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Network(nn.Module):
         """[..., V] over the target's tokens."""
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """By its own table, or else by the target's."""
+        """Embed tokens by its own table, or by the target's."""
         if hasattr(self, "embed_tokens"):
             return cast(Tensor, cast(nn.Embedding, self.embed_tokens)(tokens))
         return self.vocabulary.embed(tokens, raw=True)
@@ -76,19 +76,19 @@ class Network(nn.Module):
         return self.vocabulary.vocab_size if table is None else int(table.num_embeddings)
 
     def attention_width(self, number: int) -> int:
-        """Numbers that the attention of a layer reads."""
+        """The width of a layer's attention input."""
         return self.width
 
     @cached_property
     def shapes(self) -> list[LayerShape]:
-        """What each layer's cache stores of a token."""
+        """The shape of each layer's cache."""
         return self.parts.shapes(self.attention_width)
 
 
 class Reader(NamedTuple):
-    """What says the logits after nodes of a draft, level by level, and how many levels there are.
+    """Computes logits after nodes of a draft, level by level, for `levels` levels.
 
-    sure: estimates the acceptance of what comes next, if the drafter can; see `beams.Sure`.
+    sure: estimates acceptance, if the drafter can; see `beams.Sure`.
     """
 
     read: beams.Read
@@ -107,7 +107,7 @@ class FeatureDrafter(Drafter):
 
     needs_all_hidden = True
     scratch = 1
-    """Tokens that it reads after a text beyond those of the draft."""
+    """Tokens that it reads after a text in addition to the draft."""
 
     def __init__(self, network: Network, name: str, deepest: int) -> None:
         self.network, self.name, self.deepest = network, name, deepest
@@ -130,7 +130,7 @@ class FeatureDrafter(Drafter):
 
     @abstractmethod
     def reader(self, frontier: Frontier) -> Reader:
-        """What reads the drafts of a round."""
+        """The reader of a round's drafts."""
 
     def propose(self, frontier: Frontier) -> TokenTree:
         longest = frontier.prefix.longest
@@ -152,7 +152,7 @@ class FeatureDrafter(Drafter):
 def drawn_chain(frontier: Frontier, reader: Reader) -> TokenTree:
     """A chain of tokens that are drawn in turn, with their probabilities.
 
-    Whether it goes on is decided before a token is drawn, so what is drawn is never thrown away."""
+    Whether the chain goes on is decided before a token is drawn, so no drawn token is discarded."""
     sampler, tokens, probs = frontier.sampler, frontier.prefix.root[:, None], list[Tensor]()
     path = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
     for place in range(reader.levels):
@@ -169,12 +169,12 @@ def drawn_chain(frontier: Frontier, reader: Reader) -> TokenTree:
 
 
 class PairDrafter(FeatureDrafter):
-    """Drafts with a network that pairs the feature of token t with token t + 1 and says what token
-    t + 2 may be; what it makes of a pair is the feature of the next, drafted one.
+    """Drafts with a network that pairs the feature of token t with token t + 1 and predicts token
+    t + 2. Its output for a pair is the feature of the next, drafted pair.
 
-    network: of features [B, N, width], tokens [B, N], positions of the features, a `Mask` and a
-    cache, it makes [B, N, H], which `logits` reads, and features. Slot s of the cache is for the
-    token at position s, paired with the feature before; slot 0 has none, and nobody sees it.
+    network: maps features [B, N, width], tokens [B, N], positions of the features, a `Mask` and a
+    cache to [B, N, H], which `logits` reads, and to features. Slot s of the cache belongs to the
+    token at position s, paired with the feature before; slot 0 has none and is masked.
     """
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
@@ -213,7 +213,7 @@ class PairDrafter(FeatureDrafter):
     def _read(
         self, cache: KVCache, features: Tensor, tree: TokenTree, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """What is made of the nodes `first:` of a tree after these features."""
+        """The network's output for the nodes `first:` of a tree after these features."""
         like, nodes = self.network.vocabulary, tree.tokens.shape[1]
         span = cache.write_at(first, nodes)
         positions = (tree.positions(cache.lengths, like.context) - 1).clamp(min=0)[:, first:]
@@ -224,12 +224,12 @@ class PairDrafter(FeatureDrafter):
 
 
 def at_places(states: Tensor, places: Tensor) -> Tensor:
-    """[B, n, H] of states [B, N, H] those at places [B, n]."""
+    """[B, n, H] the states [B, N, H] at places [B, n]."""
     return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], like: Vocabulary, name: str) -> None:
-    """Load all these tensors, and nothing else, as the target's; refuse what is over or lacking."""
+    """Load exactly these tensors, in the target's dtype; refuse unused or missing ones."""
     wanted = module.state_dict()
     strange = sorted(tensors.keys() - wanted.keys())
     if strange:
@@ -249,7 +249,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], like: Vocabulary, nam
 
 
 def fuse_experts(tensors: dict[str, Tensor], network: nn.Module) -> dict[str, Tensor]:
-    """Experts that a checkpoint has one by one as the layer has them, in one tensor."""
+    """Stack a checkpoint's separate experts into the layer's single tensor."""
     for key in network.state_dict():
         at = key.removesuffix("gate_up_proj")
         if at != key and f"{at}0.gate_proj.weight" in tensors:

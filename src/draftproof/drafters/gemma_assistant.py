@@ -1,9 +1,9 @@
 """The assistant models of Gemma 4 (google/gemma-4-*-assistant): a few layers of queries over the
 target's own keys and values.
 
-A draft costs no reading of the text, since nothing is kept: at the root's position, the embedding
-of the last token and a hidden state become the next token's logits and the next hidden state. The
-position does not change within a draft, nor do the keys that are seen, those of the committed text.
+It has no cache of its own. At the root's position, the embedding of the last token and a hidden
+state give the next token's logits and the next hidden state. Within a draft the position stays the
+same, and so do the visible keys, those of the committed text.
 Sampling is exact: tokens are chosen as any draft's, or drawn from what their logits say.
 """
 
@@ -42,8 +42,8 @@ class GemmaAssistant(Drafter):
     """Drafts with an assistant's layers over the target's cache.
 
     Args:
-        layers: With their weights.
-        target: Whose keys and values are read.
+        layers: The assistant's layers, with weights.
+        target: The target whose keys and values are read.
     """
 
     name = "gemma-assistant"
@@ -80,7 +80,7 @@ class GemmaAssistant(Drafter):
         return tree if frontier.trees else tree.best_chain()
 
     def reader(self, frontier: Frontier) -> Reader:
-        """What reads the drafts of a round."""
+        """The reader of a round's drafts."""
         rows, budget = len(frontier.prefix.root), frontier.max_draft_tokens
         assert frontier.cache is not None, "it reads the target's keys and values"
         shared, masks = self._shared(frontier.cache)
@@ -106,7 +106,7 @@ class GemmaAssistant(Drafter):
     def _shared(
         self, cache: KVCache
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-        """By kind of attention, keys and values of the committed text, and the mask over them."""
+        """Keys and values of the committed text and their mask, by kind of attention."""
         span, dtype = cache.filled_span(), self.target.dtype
         back = cache.lengths[:, None] - torch.arange(span, device=cache.lengths.device)    # [B, S]
         shared, masks = dict[str, tuple[Tensor, Tensor]](), dict[str, Tensor]()
@@ -121,7 +121,7 @@ class GemmaAssistant(Drafter):
 
 
 def stored_layers(target: Vocabulary) -> dict[str, int]:
-    """By kind of attention, the last layer of the target that stores keys and values."""
+    """The target's last layer with keys and values, by kind of attention."""
     config = target.model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
     shapes = target.layout.shapes
@@ -133,7 +133,7 @@ def load(source: Checkpoint, target: Vocabulary) -> GemmaAssistant:
     """The assistant in a checkpoint.
 
     Raises:
-        DrafterMismatch: It is for another target, or something in it is not known here.
+        DrafterMismatch: It is for another target, or part of it is unknown.
     """
     name, settings = f"the {FORMAT.title} {source.path.name}", source.settings
     weight_files.must_be_possible(settings, name)

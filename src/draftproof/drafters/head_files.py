@@ -1,7 +1,7 @@
-"""Files of Medusa and recurrent heads: those written here, and those of other engines.
+"""Files of Medusa and recurrent heads: our own, and those of other engines.
 
-How many heads and layers there are is read off the tensors: the settings of published heads are
-known to be wrong. Of a merged model only the heads' tensors are read.
+The number of heads and layers is taken from the tensors, because settings of published heads are
+sometimes wrong. Of a merged model only the heads' tensors are read.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ NAMES: dict[str, dict[str, str]] = {
         r".*": "",
     },
 }
-"""By kind, patterns of the names of tensors in files, and our name of each; of others none."""
+"""Patterns of tensor names in files and our names, by kind; other tensors have no name."""
 MARKS = {"redrafter": "rnn_w.weight", "medusa": "heads.0.blocks.0.weight"}
-"""A tensor without which there is no head of this kind."""
+"""A tensor that every head of this kind has."""
 SUMS = ("rnn", "redrafter_is_rnn")
 """Settings that say, if false, that a recurrent drafter has no weights for its recurrence."""
 
@@ -75,9 +75,9 @@ def _recognises(kind: str, source: Checkpoint) -> bool:
 
 
 def _named(kind: str, source: Checkpoint) -> tuple[dict[str, str], dict[str, Path]] | None:
-    """The file's name of each of our tensors, and the file of each; None if this is no such head.
+    """The file's name and the file of each of our tensors; None if this is not such a head.
 
-    A merged model may have them in .safetensors and the heads in a pickle."""
+    A merged model may be in .safetensors and its heads in a pickle."""
     if source.path.is_file():
         kinds = [[source.path]]
     else:
@@ -120,13 +120,13 @@ def read(kind: str, source: Checkpoint, vocabulary: Vocabulary) -> DraftHead:
 
 
 def write_head(head: DraftHead, folder: str | Path) -> None:
-    """Write a head, but for what it shares with the target, so that `read_head` reads it.
+    """Write a head for `read_head`, without the weights that it shares with the target.
 
     Overwrites a head of the same kind; raises BadInput for a folder that holds other weights.
 
     Args:
         head: The head.
-        folder: Where it is written; it is made if it is not there.
+        folder: The folder to write to; created if necessary.
     """
     folder = Path(folder)
     files = [file.name for kind in weight_files.weight_files(folder) for file in kind]
@@ -212,7 +212,8 @@ def _form(
     settings: Mapping[str, Any], state: dict[str, Tensor], projection: Tensor | None,
     vocabulary: Vocabulary,
 ) -> dict[str, Any]:
-    """The tokens that a head knows, and whom it was trained for. own: its projection, if any."""
+    """The draft vocabulary of a head, and the target it was trained for. own: its projection, if
+    any."""
     ids, known = state.get("token_map"), vocabulary.vocab_size
     rows = len(projection) if projection is not None else len(ids) if ids is not None else 0
     if ids is not None and len(ids) < rows:                 # vLLM's heads may know all, with a map
@@ -238,7 +239,7 @@ def _form(
 def _filled(
     form: MedusaConfig | ReDrafterConfig, state: dict[str, Tensor], vocabulary: Vocabulary
 ) -> DraftHead:
-    """The head of this form with these very tensors, and what it shares with the target."""
+    """The head of this form with these tensors (not copied), and the target's shared weights."""
     with torch.device("meta"):
         head = MedusaHead(form) if isinstance(form, MedusaConfig) else ReDrafterHead(form)
     must_fit(f"the {head.kind} head", form.hidden_size, form.vocab_size, vocabulary)

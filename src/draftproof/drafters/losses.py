@@ -1,6 +1,6 @@
-"""Losses and scores of draft heads: how well their predictions fit the text and the target.
+"""Losses and scores of draft heads: how well they predict the text and the target.
 
-The same for every head: step i predicts token t + 2 + i from token t.
+They are the same for every head: step i predicts token t + 2 + i from token t.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def head_loss(
 
 @torch.no_grad()
 def score(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Tensor:
-    """[4, steps] over the tokens that count, sums, so that batches add up: how many there are, how
-    often the token was the head's first choice, among its first five, and the first choice of this
-    step and all before it."""
+    """[4, steps] sums over the tokens that count: their number, and how often the token was the
+    head's
+    first choice, among its first five choices, and the first choice of this and all earlier steps.
+    Sums of batches can be added."""
     sums, run, tokens = list[Tensor](), None, _known(head, features, vocabulary)
     for step, logits in enumerate(head.predict(features, vocabulary)):
         labels, weights = tokens[:, step + 2 :], features.weights[:, step + 2 :]
@@ -59,7 +60,7 @@ def score(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Tensor
 
 
 def _known(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Tensor:
-    """[B, S] the tokens, by their places in a draft vocabulary; -1 where it lacks them."""
+    """[B, S] indices of the tokens in a draft vocabulary; -1 if it lacks them."""
     known = head.token_map
     if known is None:
         return features.tokens

@@ -31,7 +31,7 @@ from draftproof.native.kernels import Kernels
 from draftproof.native.structures import LANES, Native
 
 NODES = 16
-"""Draft tokens per row and round of a dynamic tree when nobody says."""
+"""Default draft tokens per row and round of a dynamic tree."""
 RankPath = tuple[int, ...]
 """Which choice of each head, by its rank."""
 
@@ -61,7 +61,7 @@ class Head(nn.Module):
 
 
 class MedusaHead(DraftHead):
-    """The weights of all heads. Made on its own it is zero; `fresh` makes one to train.
+    """The weights of all heads. The constructor gives zeros; `fresh` makes one to train.
 
     Blocks start at zero, weight and bias, so that every head starts as the target's own. The
     original leaves the bias at random, which shifts every head before it has learnt anything.
@@ -88,7 +88,7 @@ class MedusaHead(DraftHead):
         cls, vocabulary: Vocabulary, num_heads: int = 5, num_layers: int = 1,
         share_lm_head: bool = True,
     ) -> MedusaHead:  # fmt: skip
-        """Heads that predict what this target's own does, in at least float32, on its device.
+        """Heads that predict the same as the target's LM head, in at least float32, on its device.
 
         Args:
             vocabulary: The target's embeddings and head.
@@ -145,8 +145,8 @@ class Medusa(HeadDrafter[MedusaHead]):
     Args:
         head: The heads; they are copied in the target's dtype.
         vocabulary: The target, which embeds and unembeds.
-        tree: Rank paths in order of addition, of which a smaller budget takes the first; the name
-            of a published set; or "dynamic", as for None, the most likely paths of each round.
+        tree: Rank paths, of which a smaller budget uses the first; the name of a published set; or
+            "dynamic" (also None): the most likely paths of each round.
 
     Raises:
         DrafterMismatch: The heads are for another target.
@@ -186,10 +186,10 @@ class Medusa(HeadDrafter[MedusaHead]):
         return self.ops.run(bigram_tree, self.bigrams, logits, frontier, nodes, shape, WEIGHT)
 
     def logits(self, rows: int, heads: int) -> Tensor:
-        """[rows, heads, V] what the first heads say of the first rows.
+        """[rows, heads, V] logits of the first heads for the first rows.
 
         Args:
-            rows: Rows that are drafted for.
+            rows: Rows to draft for.
             heads: How many heads to run.
 
         Returns:
@@ -198,8 +198,8 @@ class Medusa(HeadDrafter[MedusaHead]):
         return self.ops.run(heads_logits, self, self.hidden[:rows], heads)
 
     def _packed(self) -> PackedHeads | None:
-        """The heads as our kernels read them; None where they have projections of their own, or
-        some layer is not packed."""
+        """The heads for our kernels; None if they have projections of their own, or a layer is not
+        packed."""
         head, form = self.head, self.head.config
         blocks = packed(block for part in head.heads for block in cast(Head, part).blocks)
         projection = self.packed_projection(None)
@@ -210,9 +210,9 @@ class Medusa(HeadDrafter[MedusaHead]):
 
 
 class PackedHeads(NamedTuple):
-    """Heads as our kernels read them: blocks of all, so many of each head, then the projection.
+    """Heads for our kernels: the blocks of each head in turn, then the projection.
 
-    token_map: [D] the tokens that the projection knows; None: all. The weights must live as long.
+    token_map: [D] the tokens of the projection; None: all. The weights must outlive the result.
     """
 
     blocks: ctypes.Array[Native]

@@ -1,15 +1,15 @@
-"""The published Medusa trees (Cai et al., arXiv 2401.10774): data, no code but what reads it.
+"""The published Medusa trees (Cai et al., arXiv 2401.10774), as data.
 
-Each was grown for one model from how often every rank of every head was right, and holds 63 paths:
-the one for models without a tree of their own, and those that FasterDecoding/Medusa takes for its
-published heads. A word is a path, its digits the ranks at each head: ``012`` is the first choice of
+Each was grown for one model from the accuracy of every rank of every head, and has 63 paths: the
+one for models without their own tree, and those that FasterDecoding/Medusa uses for its published
+heads. A word is a path, and its digits are the ranks at each head: ``012`` is the first choice of
 head 0, then the second of head 1, then the third of head 2. The first n words are a tree as well.
 """
 
 from __future__ import annotations
 
 DYNAMIC = "dynamic"
-"""The name of the tree that is drawn again in every round."""
+"""The name of the tree that is rebuilt in every round."""
 
 _WORDS = {
     "mc_sim_7b_63": """

@@ -4,12 +4,11 @@
     x = proj([norm(embedding of t + 1), norm(h_t)]);  h'_t = norm(layer(x));  logits = head(h'_t)
 
 h_t is the target's last state, after its final norm; after a drafted token it is h' of the token
-before. One layer drafts again and again; where there are several, layer k drafts token k alone,
+before. A single layer is applied repeatedly. If there are several, layer k drafts token k only,
 from the states of layer k - 1. Embeddings and head are the target's.
 
-The layers are in the target's own checkpoint or GGUF file, or in a folder or file of their own:
-quantised and converted models have often lost theirs. They are of the class of the target's own
-layers.
+The layers are in the target's checkpoint or GGUF file, or in a separate folder or file, since
+quantised and converted models have often lost them. They have the class of the target's layers.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class MTPLayout(NamedTuple):
     Attributes:
         prefix: A pattern of what all names begin with; its group, if any, is the layer's number.
         names: Our names by those after the prefix; other names are those of the decoder layer.
-        counts_on: Numbers go on from those of the model's own layers.
+        counts_on: Layer numbers continue those of the model's own layers.
         hidden_first: The state comes first in what is projected.
         first_zero: The embedding after the first token is zero.
     """
@@ -62,7 +61,7 @@ class MTPLayout(NamedTuple):
 
 TABLES = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 SHARED = {"embed_tokens.weight": TABLES, "head.weight": ("lm_head.weight", *TABLES)}
-"""Copies of the model's own, which are read instead, and what those are called."""
+"""Copies of the model's own tables, which are used instead, and their names."""
 QWEN = {
     "fc.weight": "proj.weight", "pre_fc_norm_embedding.weight": "embed_norm.weight",
     "pre_fc_norm_hidden.weight": "hidden_norm.weight", "norm.weight": "norm.weight",
@@ -150,7 +149,7 @@ def load(target: Target) -> PairDrafter | SeveralLayers:
 
     Raises:
         ModelNotFound: There is none.
-        DrafterMismatch: It is not fully known here.
+        DrafterMismatch: Part of it is unknown.
     """
     name, depth = f"the multi-token prediction of {target.name}", layer_count(target.model)
     files, settings = _own_files(target)
@@ -180,7 +179,7 @@ def load_alone(source: Checkpoint, target: Vocabulary) -> PairDrafter | SeveralL
     """The drafter in a folder or file of its own.
 
     Raises:
-        DrafterMismatch: It is for another target, or not fully known here.
+        DrafterMismatch: It is for another target, or part of it is unknown.
     """
     name, depth = f"the {ALONE_FORMAT.title} {source.path.name}", layer_count(target.model)
     settings = source.settings if _is_head(source.settings) else {}
@@ -230,7 +229,7 @@ def _numbers(names: Iterable[str], prefix: str) -> list[int]:
 
 
 def _named(layout: MTPLayout, files: Iterable[str], depth: int) -> dict[str, str]:
-    """By our name of a tensor, its name in the files; none if they have another layout."""
+    """The file's name of each tensor, by ours; empty if the layout is another."""
     prefix, pairs = re.compile(layout.prefix), dict[str, str]()
     for name in files:
         if not (match := prefix.match(name)):
@@ -250,7 +249,7 @@ def _named(layout: MTPLayout, files: Iterable[str], depth: int) -> dict[str, str
 def _without_copies(
     names: Mapping[str, str], files: Mapping[str, Path], target: Vocabulary, name: str
 ) -> dict[str, str]:
-    """Names but of tables that are copies of the model's own; refuses others."""
+    """Names without tables that are copies of the model's own; refuses other tables."""
     shared = {ours: key for ours in names for key in SHARED
               if ours.startswith("ends.") and ours.endswith(key)}  # fmt: skip
     for ours, key in shared.items():

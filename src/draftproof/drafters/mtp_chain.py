@@ -1,8 +1,9 @@
 """Several layers for multi-token prediction, each of which drafts one token.
 
-Layer k pairs the token at slot s with what layer k - 1 made at slot s - 1, and layer 0 with the
-target's state there; so all layers have read the same tokens, and no layer sees its first k + 1
-slots, which have no such state.
+Layer k pairs the token at slot s with the output of layer k - 1 at slot s - 1; layer 0 pairs it
+with
+the target's state there. So all layers have read the same tokens, and the first k + 1 slots, which
+have no such state, are masked.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class SeveralLayers(FeatureDrafter):
                 if number == depth:
                     logits = self.network.logits(out)
             for number, states in enumerate(new):
-                if states is None:      # nobody reads it; places of nodes stay in step
+                if states is None:      # never read; it keeps node indices aligned
                     states = made[number][0].expand(-1, tree.tokens.shape[1] - first, -1)
                 made[number].append(states)
             assert logits is not None
@@ -77,7 +78,7 @@ class SeveralLayers(FeatureDrafter):
     def _layer(
         self, number: int, cache: KVCache, features: Tensor, tree: TokenTree, first: int
     ) -> Tensor:
-        """What a layer makes of the nodes `first:` of a tree after these features."""
+        """A layer's output for the nodes `first:` of a tree after these features."""
         like, nodes = self.network.vocabulary, tree.tokens.shape[1]
         span = cache.write_at(first, nodes)
         positions = tree.positions(cache.lengths, like.context)[:, first:] - 1

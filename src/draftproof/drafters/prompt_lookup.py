@@ -1,10 +1,11 @@
-"""Prompt lookup: what followed the last times the text ended like this. No model, no memory.
+"""Prompt lookup: propose what followed earlier occurrences of the end of the text. No model, no
+memory.
 
-A. Saxena, "Prompt Lookup Decoding" (2023); transformers' ``prompt_lookup_num_tokens``. Ours finds
-the longest matches, the most recent first among equals, for all rows at once, and drafts a tree of
-what followed them. The text is searched again in every round: there is nothing to keep in step.
+A. Saxena, "Prompt Lookup Decoding" (2023); transformers' ``prompt_lookup_num_tokens``. This one
+finds the longest matches, the most recent first among equals, for all rows at once, and drafts a
+tree of what followed them. The text is searched again in every round, so there is no state.
 
-Shape letters beyond the usual: L longest match, W matches, K tokens drafted from each.
+Further shape letters: L longest match, W matches, K tokens drafted from each.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from draftproof.native.kernels import Kernels
 from draftproof.native.trees import TreeBuffer, texts_of
 
 NEAR = 32
-"""Earlier places of the last token that are looked at, those with the one before it first."""
+"""The most earlier occurrences of the last token to compare, those with the same token before
+first."""
 PLACES = 4
 """Matches whose continuations are drafted."""
 
 
 class PromptLookup(Drafter):
-    """Proposes what followed the longest, latest earlier occurrences of the text's last tokens.
+    """Proposes what followed the longest and latest earlier occurrences of the last tokens.
 
-    Prompt lookup decoding (A. Saxena, 2023). No match, no draft. Where a continuation runs into the
-    end of the text it begins again, as if the text repeated itself.
+    Prompt lookup decoding (A. Saxena, 2023). No match, no draft. A continuation that reaches the
+    end of the text starts again, as if the text repeated itself.
 
     Args:
         longest: Tokens of the longest n-gram that is compared.
@@ -63,9 +65,9 @@ class PromptLookup(Drafter):
 def match_prompt(prefix: Prefix, sizes: tuple[int, int, int, int], budget: int) -> TokenTree:
     """What followed earlier occurrences of each text's end.
 
-    sizes: the longest and shortest match, occurrences looked at, and drafted from. The chance of a
-    continuation: a match of n tokens is followed by the same token n times in n + 3, as was found
-    on stories, code and quotations.
+    sizes: the longest and shortest match, occurrences looked at, and drafted from. Confidence: a
+    match of n tokens is followed by the same token n times in n + 3, as measured on stories, code
+    and quotations.
     """
     start, length = _matches(prefix, *sizes)
     ahead = torch.arange(budget, device=start.device)                               # [K]
@@ -86,7 +88,7 @@ def match_prompt(prefix: Prefix, sizes: tuple[int, int, int, int], budget: int) 
 def _matches(
     prefix: Prefix, longest: int, shortest: int, near: int, places: int
 ) -> tuple[Tensor, Tensor]:
-    """[B, W] where the text goes on after the best matches, best first, and their lengths or 0."""
+    """[B, W] positions after the best matches, best first, and the lengths of the matches or 0."""
     known = prefix.tokens.shape[1] if prefix.longest is None else prefix.longest + 1
     tokens, last = prefix.tokens[:, :known], prefix.position[:, None]
     size, back = tokens.shape[1], torch.arange(longest, device=tokens.device)

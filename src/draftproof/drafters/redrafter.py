@@ -1,10 +1,10 @@
 """Recurrent Drafter (ReDrafter, arXiv 2403.09919): a recurrence drafts by beam search.
 
-The head reads the target's hidden state of the last committed token, once a round, and the tokens
+The head reads the target's hidden state of the last committed token, once per round, and the tokens
 drafted since (section 3.1: `ReDrafterHead.advance`, `logits`); its embeddings are the target's own.
-The likeliest of all nodes that a search weighed are one tree, where section 3.2 merges the beams.
+The likeliest of all nodes of the search become one tree; section 3.2 merges the beams instead.
 
-Shape letters beyond the usual: W beams.
+Further shape letter: W beams.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ Recurrence = structure("Recurrence")
 STEPS = 5
 """Tokens a fresh head predicts, as published."""
 WIDTH, LENGTH, NODES = 2, 5, 12
-"""When nobody says: beams, drafted tokens of each (quickest on a CPU), draft tokens per round."""
+"""Defaults: beams, tokens per beam (the fastest on a CPU), draft tokens per round."""
 RIDGE = 1e-3
-"""Of the least squares that training begins with, in shares of the inputs' mean square."""
+"""Ridge of the initial least squares, as a share of the inputs' mean square."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReDrafterConfig(HeadConfig):
-    """The form of a head.
+    """The sizes of a head.
 
-    exit_dim: width of the residual blocks and of what the projection reads; twice `hidden_size` as
-    published, anything else puts an input projection in front. steps: tokens it is trained to
-    predict, and the length of its beams when nobody says. rnn_activation, skip_u_at_first_step:
+    exit_dim: width of the residual blocks and of the projection's input; twice `hidden_size` as
+    published, any other value adds an input projection. steps: tokens it is trained to predict, and
+    the default length of its beams. rnn_activation, skip_u_at_first_step:
     "silu" and False as published; TensorRT-LLM runs "none" and True. With `share_lm_head` the
     `exit_dim` is `hidden_size`.
     """
@@ -79,7 +79,7 @@ class ResBlock(nn.Module):
 
 
 class ReDrafterHead(DraftHead):
-    """The weights, by the names of Apple's checkpoints. `fresh` makes one ready to be trained.
+    """The weights, with the names of Apple's checkpoints. `fresh` makes one to train.
 
     Args:
         config: Sizes: hidden size and vocabulary of the target, layers, width before the
@@ -105,7 +105,8 @@ class ReDrafterHead(DraftHead):
         cls, vocabulary: Vocabulary, *, steps: int = STEPS, num_layers: int = 1,
         exit_dim: int | None = None, share_lm_head: bool = False,
     ) -> ReDrafterHead:  # fmt: skip
-        """A head in at least float32 on the target's device that begins as the target's LM head.
+        """A head that predicts the same as the target's LM head, in at least float32, on its
+        device.
 
         exit_dim: from once to twice the hidden size; None: twice, or once with `share_lm_head`.
 
@@ -181,10 +182,10 @@ class ReDrafterHead(DraftHead):
 
     @torch.no_grad()
     def solve(self, texts: Iterable[Features], vocabulary: Vocabulary) -> None:
-        """The input projection that predicts the target's next hidden states, by least squares.
+        """Fit the input projection to the target's next hidden states, by least squares.
 
-        Of the hidden state h of token t and the recurrence's state s after token t + 1 + step,
-        P [h; s; 1] is to be the hidden state of that token: ridge regression over all steps.
+        Given the hidden state h of token t and the recurrent state s after token t + 1 + step,
+        P [h; s; 1] approximates the hidden state of that token: ridge regression over all steps.
 
         Args:
             texts: Hidden states and tokens to fit.
@@ -211,7 +212,8 @@ class ReDrafterHead(DraftHead):
     def _steps(
         self, features: Features, vocabulary: Vocabulary
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each step the hidden states [B, S - 2 - i, H] and the recurrence's, teacher-forced."""
+        """For each step, the hidden states [B, S - 2 - i, H] and the recurrent states,
+        teacher-forced."""
         context = features.hidden[:, :, 0].to(self.rnn_w.weight.dtype)          # same at every step
         with torch.no_grad():
             embedded = vocabulary.embed(features.tokens).to(context.dtype)
@@ -227,9 +229,8 @@ class ReDrafterHead(DraftHead):
 
     @torch.no_grad()
     def _begin(self, vocabulary: Vocabulary) -> None:
-        """Blocks that add nothing, and a projection that reads both inputs as the target does.
-
-        Embeddings are often tiny: the recurrence begins by making them as large as hidden states.
+        """Initialise blocks that add nothing, and a projection that reads both inputs as the target
+        does. Embeddings are often tiny, so the recurrence scales them to the size of hidden states.
         """
         hidden, width = self.config.hidden_size, self.config.exit_dim
         for parameter in self.lm_head.parameters():
@@ -253,8 +254,8 @@ class ReDrafterHead(DraftHead):
 class ReDrafter(HeadDrafter[ReDrafterHead]):
     """Drafts by beam search with a recurrent head.
 
-    Beams are ranked with the target's own noise, filters and penalties, each by its own path: they
-    are what the target is likely to choose, not merely what is likely.
+    Beams are ranked with the target's noise, filters and penalties, each for its own path: they are
+    what the target is likely to choose.
 
     Recurrent Drafter (arXiv 2403.09919, sections 3.1 and 3.2). A chain for targets that read no
     trees.
@@ -263,7 +264,7 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
         head: The weights; they are copied in the target's dtype.
         vocabulary: The target, which embeds and unembeds.
         width: Beams.
-        length: Tokens of each beam, without the root, which Apple's "beam length" counts; None:
+        length: Tokens of each beam without the root (Apple's "beam length" includes it); None:
             five, or as many as the head was trained for.
 
     Raises:
@@ -306,7 +307,7 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
         return self.ops.run(TokenTree.likeliest, *pool, budget + 1, length)
 
     def reader(self) -> Read:
-        """What reads beams, whose states are kept from level to level."""
+        """A reader of beams that keeps their states from level to level."""
         states, vocabulary = list[Tensor](), self.vocabulary
 
         def read(tree: TokenTree, first: int) -> Tensor:
@@ -323,8 +324,7 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
         return read
 
     def _packed(self) -> Structure | None:
-        """The head as our kernels read it; None where the target's tables or some layers are not
-        packed."""
+        """The head for our kernels; None if the target's tables or some layers are not packed."""
         head, form, tables = self.head, self.head.config, self.vocabulary.native
         own_projection = None if form.share_lm_head else head.own_projections[-1]
         projection = self.packed_projection(own_projection)
@@ -348,7 +348,7 @@ class ReDrafter(HeadDrafter[ReDrafterHead]):
 def beam_search(
     drafter: ReDrafter, frontier: Frontier, length: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All nodes that a search weighs, as `beams.weighed` gives them."""
+    """All nodes of a search, as `beams.weighed` returns them."""
     return weighed(frontier, drafter.reader(), width, length)
 
 

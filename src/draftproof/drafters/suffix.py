@@ -1,15 +1,17 @@
-"""Suffix decoding: what followed when a text ended like this, this one or an earlier one.
+"""Suffix decoding: propose what followed the end of the text in this or in earlier texts.
 
-The paper (arXiv 2411.04975) counts in suffix trees on the host. Here the counts lie in a hash index
-of fixed size next to the text: for every context of the sizes in `SIZES` the successors seen, how
-often, and where last; what follows a successor is read off the text at that place. A round is a
-handful of gathers for all rows: memory is bounded, and what is oldest is overwritten.
+The paper (arXiv 2411.04975) counts in suffix trees on the host. Here the counts are in a hash index
+of fixed size next to the text. For every context of the sizes in `SIZES` it has the successors,
+their
+counts and their last positions; further tokens are read from the text at that position. A round is
+a handful of gathers for all rows. Memory is bounded; the oldest text is overwritten.
 
-Chances are those of an escape coder (Bell, Cleary and Witten 1990, method C): a context seen c
-times with u different successors keeps u / (c + u) for what it has not shown yet, and asks the next
-shorter context for it.
+Probabilities are those of an escape coder (Bell, Cleary and Witten 1990, method C): a context seen
+c
+times with u different successors reserves u / (c + u) for unseen successors, which the next shorter
+context predicts.
 
-Shape letters beyond the usual: O context sizes, L the longest, S slots of a context, W paths.
+Further shape letters: O context sizes, L the longest, S slots of a context, W paths.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from draftproof.native.kernels import Kernels
 from draftproof.native.trees import TreeBuffer, texts_of
 
 SIZES = (16, 12, 8, 6, 4, 3, 2, 1)
-"""Context sizes, in tokens; the largest is as many as the C library holds at a time."""
+"""Context sizes, in tokens; the C library supports no larger ones."""
 SLOTS = 4
-"""Successors kept per context; two that meet in one slot push each other out."""
+"""Successors kept per context; two that share a slot replace each other."""
 OWN = 2
-"""How many more occurrences one in the row's own text counts for."""
+"""Extra weight, in occurrences, of an occurrence in the row's own text."""
 PATHS = 12
 """Continuations that are merged into the tree."""
 
@@ -53,7 +55,7 @@ class SuffixDrafter(Drafter):
             bytes per token.
 
     Raises:
-        BadInput: If `memory` is below 1.
+        BadInput: `memory` is below 1.
 
     Example:
         >>> engine = dp.load("demo", drafter=dp.SuffixDrafter(memory=1 << 20))
@@ -73,7 +75,7 @@ class SuffixDrafter(Drafter):
         self._width = capacity + 3                          # a root and two ends after the text
         self._places = max(self.memory // self._width, 2 * rows + 1)
         self._rows = Rows(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
-        self._owners = dict[int, int]()                     # of rows that come next
+        self._owners = dict[int, int]()                     # of new rows
 
     def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
         self._owners.update(zip(rows, owners, strict=True))
@@ -99,7 +101,7 @@ class SuffixDrafter(Drafter):
         return tree if frontier.trees else tree.best_chain()
 
     def select(self, rows: Sequence[int]) -> None:
-        """A row that is there already goes on in a new place."""
+        """Move a running row to a new place."""
         device = self._rows.end.device
         new = [self._place(self._index(device)) if row in rows[:at] else -1
                for at, row in enumerate(rows)]  # fmt: skip
@@ -109,21 +111,21 @@ class SuffixDrafter(Drafter):
         self._rows = Rows(tail, begin, end, owner)
 
     def _index(self, device: torch.device) -> SuffixIndex:
-        """The memory of this device, with room for the places of this run."""
+        """The memory of this device, enlarged for the rows of this run if necessary."""
         index = self._indexes[device]
         index.hold(self._width * self._places)
         return index
 
     def _place(self, index: SuffixIndex) -> int:
-        """Where a row may write: places are used in turn, and what is oldest is overwritten."""
+        """A place for a row to write; places are reused in turn, the oldest first."""
         begin = index.cursor if index.cursor <= self._width * (self._places - 1) else 0
         index.cursor = begin + self._width
         return begin
 
 
 class Rows(NamedTuple):
-    """Of each running row: its last tokens [B, L], where its place begins and its text ends [B],
-    and whose it is [B]."""
+    """For each running row: its last tokens [B, L], the start of its place and the end of its text
+    [B], and its owner [B]."""
 
     tail: Tensor
     begin: Tensor
@@ -135,16 +137,14 @@ _FOLLOW, _SCATTER = -2048144777, -1640531535            # 0x85EBCA77, 0x9E3779B1
 
 
 class SuffixIndex:
-    """Text, and for each context that occurs in it the successors seen.
+    """Text, and the successors of each context in it.
 
     An entry is a hash of (context, successor), the successor's last place, and how often it was
-    seen. Hashes are of 32 bits that wrap around, which every device has. An entry holds as long as
-    the token at that place gives the same hash: text that was overwritten is forgotten with all
-    that points to it.
+    seen. Hashes have 32 bits and wrap around, as on every device. An entry is valid while the token
+    at its place gives the same hash, so overwritten text is forgotten with all its entries.
 
-    Text has owners, and drafts for rows of its owner alone. The number of the owner, which others
-    cannot guess, is part of every hash: which entries are pushed out says nothing about the text of
-    others.
+    Text has an owner, and is used only for rows of this owner. The owner's number, which others
+    cannot guess, is part of every hash, so evicted entries reveal nothing about the text of others.
     """
 
     def __init__(self, memory: int, device: torch.device) -> None:
@@ -164,7 +164,7 @@ class SuffixIndex:
         self.shift = min(31, 33 - self.slots.bit_length())  # the highest bits are mixed best
 
     def hold(self, size: int) -> None:
-        """Make room for `size` tokens; what is known stays."""
+        """Enlarge it to `size` tokens, keeping the contents."""
         if len(self.text) <= size:
             with torch.inference_mode(False):
                 more = self.text.new_full((size + 2 - len(self.text),), ABSENT)
@@ -172,7 +172,7 @@ class SuffixIndex:
                 self.owners = torch.cat([self.owners[:-1], torch.zeros_like(more)])
 
     def in_c(self) -> Structure:
-        """As the C library reads it."""
+        """The index for the C library."""
         return structure("Index")(
             self.text, self.places, self.owners, self.tags, self.counts, self.context, self.sizes,
             len(self.text), len(SIZES), SLOTS, self.slots, self.shift, _FOLLOW, _SCATTER, ABSENT
@@ -191,13 +191,13 @@ class SuffixIndex:
 
 
 def slot_of(tokens: Tensor) -> Tensor:
-    """In which of its context's slots each successor is kept."""
+    """The slot of each successor among those of its context."""
     return ((tokens.int() + 1) * _SCATTER >> 30) & (SLOTS - 1)
 
 
 def learn_text(index: SuffixIndex, rows: Rows, tokens: Tensor, count: Tensor) -> None:
-    """Learn `count` [b] of tokens [b, D] that follow the text of `rows`, whose tails and ends move
-    on, in place."""
+    """Learn `count` [b] of tokens [b, D] that follow the text of `rows`; tails and ends are updated
+    in place."""
     tail, _, end, owner = rows
     ahead = torch.arange(tokens.shape[1], device=tokens.device)
     there = ahead < count[:, None]                                                      # [b, D]
@@ -224,7 +224,7 @@ def continue_text(
 ) -> TokenTree:
     """The tree of the `paths` likeliest continuations of each row's text, its root included.
 
-    own: how many more occurrences one in the row's own text counts for.
+    own: extra weight, in occurrences, of an occurrence in the row's own text.
     """
     root, end = prefix.root, rows.end[:, None]
     index.text[rows.end], index.owners[rows.end] = root, rows.owner     # its place if committed
@@ -247,7 +247,7 @@ def continue_text(
 def _successors(
     index: SuffixIndex, context: Tensor, rows: Rows, own_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Of `context` [B, L], by size and slot, the chances and places of successors.
+    """Probabilities and places of the successors of `context` [B, L], by size and slot.
 
     Both [B, O * S], the largest contexts first."""
     unknown = torch.full_like(context[:, :1], ABSENT)
@@ -297,10 +297,10 @@ def _continue_text(
 
 @lru_cache(maxsize=64)
 def _lasting(budget: int, device: torch.device) -> Tensor:
-    """[O, 1 + K] by context size, the chance that a continuation holds for 0, 1, ... tokens.
+    """[O, 1 + K] by context size, the probability that a continuation holds for 0, 1, ... tokens.
 
-    A match of n tokens is followed by the same token n times in n + 3: what was found on stories,
-    code and quotations. The first token has its own chance.
+    A match of n tokens is followed by the same token n times in n + 3, as measured on stories, code
+    and quotations. The first token has a probability of its own.
     """
     sizes = torch.tensor(SIZES, dtype=torch.float32, device=device)[:, None]
     grown = sizes + torch.arange(1, budget, device=device)

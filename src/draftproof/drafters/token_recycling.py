@@ -1,11 +1,11 @@
-"""Token Recycling: what the target found likely after these tokens before (arXiv 2408.08696).
+"""Token Recycling: propose what the target found likely after the same tokens (arXiv 2408.08696).
 
-Every read tells what would follow each node of the tree, rejected ones too. The paper keeps the
-best successors of each token in a matrix and fills a fixed tree from it. Ours keeps them for each
-pair of tokens as well, which says more when it is known, and with their chances, so that the tree
-is made again each round. Gathers only; nothing is read back to the host.
+Every read gives the likely successors of each node of the tree, including rejected ones. The paper
+keeps the best successors of each token in a matrix and fills a fixed tree from it. This keeps them
+for each pair of tokens as well, which predicts better, and with probabilities, so that a new tree
+is built in each round. Gathers only; nothing is read back to the host.
 
-Shape letters beyond the usual: k successors, w nodes of a level that are followed.
+Further shape letters: k successors, w nodes of a level that are followed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from draftproof.native.trees import TreeBuffer, texts_of
 BEST = 8
 """Successors kept per context."""
 WIDTH, FAN, DEPTH = 2, 3, 4
-"""The nodes of a level that are followed further, how many successors of each, and how far."""
+"""Nodes of a level that are expanded, successors of each, and depth."""
 
 
 class TokenRecycling(Drafter):
-    """Proposes what the target found likely after the same two tokens, or else the same one.
+    """Proposes what the target found likely after the same two tokens, or after the same one.
 
     Token Recycling (arXiv 2408.08696), with pairs of tokens next to single ones.
 
     Args:
-        memory: Pairs, and as many single tokens, to remember over rows and requests: 104 bytes
-            each. The newest pushes out what it meets.
+        memory: Pairs, and as many single tokens, to remember across rows and requests: 104 bytes
+            each. New entries replace old ones in the same slot.
 
     Raises:
-        BadInput: If `memory` is below 1.
+        BadInput: `memory` is below 1.
 
     Example:
         >>> engine = dp.load("demo", drafter=dp.TokenRecycling())
@@ -60,7 +60,7 @@ class TokenRecycling(Drafter):
         self._tables = SharedMemory(lambda device: SuccessorTable(slots, device))
         self._last: Tensor | None = None                    # [rows] each row's last committed token
         self._owners = torch.zeros(0, dtype=torch.int64)    # [rows]
-        self._coming = dict[int, int]()                     # owners of rows that come next
+        self._coming = dict[int, int]()                     # owners of new rows
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
@@ -101,13 +101,14 @@ _TOKEN, _BEFORE = -1640531535, -2048144777              # 0x9E3779B1, 0x85EBCA77
 
 
 class SuccessorTable:
-    """The best successors of a pair of tokens, and of a token alone, with their chances: hashed.
+    """A hash table of the best successors of pairs of tokens and of single tokens, with
+    probabilities.
 
-    The first half of the slots is for pairs. After them are a place that stays empty, and one that
-    is written where nothing is to be.
+    The first half of the slots is for pairs. At the end are a slot that stays empty, and one for
+    writes that are to be discarded.
 
-    An entry is of an owner's text, and drafts for that owner's rows alone. The number of the owner,
-    which others cannot guess, is part of the tag: which entries are pushed out says nothing about
+    An entry belongs to the owner of its text, and is used only for rows of this owner. The owner's
+    number, which others cannot guess, is part of the tag, so evicted entries reveal nothing about
     the text of others.
     """
 
@@ -120,14 +121,14 @@ class SuccessorTable:
         self.confidence = torch.zeros((size, BEST), dtype=torch.float32, device=device)
 
     def in_c(self) -> Structure:
-        """As the C library reads it."""
+        """The table for the C library."""
         return structure("Table")(
             self.tags, self.tokens, self.owners, self.confidence, BEST, self.slots, self.shift,
             _TOKEN, _BEFORE, ABSENT
         )
 
     def place(self, before: Tensor, token: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
-        """[2, ...] where pair and token belong, and their tags, never 0; in 32 bits that wrap."""
+        """[2, ...] slots of pair and token, and their tags, never 0; 32-bit hashes that wrap."""
         alone = (token.int() + 2) * _TOKEN + owner.int()
         tag = torch.stack([alone + (before.int() + 2) * _BEFORE, alone])
         pair, single = ((tag >> self.shift) & (self.slots - 1)).long()
@@ -137,7 +138,7 @@ class SuccessorTable:
 def recycle(table: SuccessorTable, last: Tensor, owners: Tensor, seen: Successors) -> None:
     """Learn the successors of each node of trees; `last` [b]: the tokens before the roots.
 
-    Absent nodes teach nothing. Of two in one place the later counts."""
+    Absent nodes are ignored. Of two entries for one slot, the later one stays."""
     tokens, parents = seen.tree.tokens, seen.tree.parents
     before = torch.where(parents < 0, last[:, None], tokens.gather(1, parents.clamp(min=0)))
     place, tag = table.place(before, tokens, owners[:, None])                       # [2, b, N]
@@ -158,8 +159,7 @@ def likely_successors(
 ) -> TokenTree:
     """The tree of the likeliest `nodes` known to follow each root; `last` [B]: tokens before it.
 
-    sizes: the nodes of a level that are followed, by how many successors (the root by all), and
-    how deep.
+    sizes: nodes expanded per level, successors of each (of the root: all), and the depth.
     """
     width, few, depth = sizes
     tokens, before = prefix.root[:, None], last[:, None]

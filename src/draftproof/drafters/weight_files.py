@@ -1,9 +1,8 @@
-"""Files of tensors and settings: read lazily, written so that a crash leaves nothing half made.
+"""Files of tensors and settings: read lazily, written atomically.
 
-Weights come from .safetensors, in shards or not, and else from .pt and .bin, never running what a
-pickle says; those of a GGUF file are named as in the checkpoint that it was made of. Knows files,
-nothing of heads.
-"""
+Weights come from .safetensors, in shards or not, otherwise from .pt and .bin without running code
+in pickles. Weights of a GGUF file have the names of the original checkpoint. This knows files, no
+heads. """
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ from draftproof.gguf.weights import numbers_of
 CONFIG = "config.json"
 GGUF = ".gguf"
 TRAINING_FILES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "state")
-"""Beginnings of .pt and .bin files that hold the state of a training run."""
+"""Prefixes of .pt and .bin files that hold the state of a training run."""
 BROKEN = (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError, SafetensorError)
-"""What reading a file may raise if it is no such file, or is cut off."""
+"""Exceptions from reading a file that is damaged or of another kind."""
 
 
 def read_settings(folder: Path, name: str = CONFIG) -> dict[str, Any]:
@@ -53,15 +52,15 @@ LIMITS = {
     "num_target_layers": 4096, "steps": 64, "redrafter_draft_len_per_beam": 64,
     "num_experts": 1 << 14, "num_local_experts": 1 << 14, "n_routed_experts": 1 << 14,
 }  # fmt: skip
-"""Settings that say how much is made, and more than any model has: what is beyond is an error."""
+"""Settings that are sizes, with values beyond those of any model: larger ones are errors."""
 
 
 def must_be_possible(settings: Mapping[str, Any], name: str) -> None:
-    """Check numbers of a settings file before anything is made of that size.
+    """Check sizes in a settings file before anything is allocated.
 
     Args:
         settings: As read; settings within settings are checked as well.
-        name: What they are of, for the error.
+        name: Whose settings they are, for the error.
 
     Raises:
         DrafterMismatch: A number is beyond what any model has.
@@ -78,14 +77,14 @@ def must_be_possible(settings: Mapping[str, Any], name: str) -> None:
 
 
 def numbered(numbers: Iterable[int], name: str) -> int:
-    """How many things are numbered 0, 1, 2, ... in the names of tensors.
+    """The number of items that are numbered 0, 1, 2, ... in the names of tensors.
 
     Args:
         numbers: Those in the names; they may come several times.
         name: What such a name begins with, for the error.
 
     Raises:
-        DrafterMismatch: A number is left out, so the highest does not say how many there are.
+        DrafterMismatch: A number is missing.
     """
     known = set(numbers)
     missing = next(number for number in range(len(known) + 1) if number not in known)
@@ -105,7 +104,7 @@ def weight_files(folder: Path) -> Iterator[list[Path]]:
 
 
 def tensor_files(folder: Path, files: list[Path]) -> dict[str, Path]:
-    """By name of each tensor in these files, its file; files that an index lists are not opened."""
+    """The file of each tensor, by name. Files that an index lists are not opened."""
     where = dict[str, Path]()
     for index in sorted(folder.glob("*.index.json")):
         listed = read_settings(folder, index.name).get("weight_map", {})
@@ -174,7 +173,7 @@ def _opened(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
     tensors = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     if wanted is None:
         return tensors
-    return {name: tensors[name].clone() for name in wanted}         # lest the file stay mapped
+    return {name: tensors[name].clone() for name in wanted}         # so that the file is unmapped
 
 
 def _in_gguf(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
@@ -188,7 +187,7 @@ def _in_gguf(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], name: str) -> None:
-    """Weights to the file `name`, then the settings: what a crash leaves has no settings."""
+    """Write weights to the file `name`, then the settings; after a crash there are no settings."""
     folder.mkdir(parents=True, exist_ok=True)
     Path(folder, CONFIG).unlink(missing_ok=True)
     plain = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
