@@ -2,9 +2,10 @@
 
     python recipes/resume/kills.py [--kills 20] [--seed 0] [batch] [train]
 
-Each is run once to its end. Then it is started again and again and killed (SIGKILL) after a random
-time, until it was killed so often; a last start runs to the end. Fails if the file of results, or
-the weights of the heads, is not what the run without kills made, byte for byte.
+Each is run once to its end. Then it is started again and again and killed (SIGKILL) at a random
+moment of its start, or of the next part of its work, until it was killed so often; a last start
+runs to the end. Fails if the file of results, or the weights of the heads, is not what the run
+without kills made, byte for byte.
 """
 
 from __future__ import annotations
@@ -58,14 +59,36 @@ def train(folder: Path) -> tuple[list[str], Callable[[], str]]:
     return command, written
 
 
-def killed_often(command: list[str], kills: int, dice: random.Random, longest: float) -> int:
-    """Start a command and kill it, again and again; how often it was."""
+RUNS: dict[str, Callable[[Path], tuple[list[str], Callable[[], str]]]] = {
+    "batch": batch, "train": train}
+
+
+def run_once(command: list[str], folder: Path) -> tuple[float, float]:
+    """Run a command to its end: seconds until its first result was written, and until the end."""
+    start, first = time.monotonic(), 0.0
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        written = [folder / "out.jsonl", folder / "heads" / "state.pt"]
+        if not first and any(file.exists() and file.stat().st_size for file in written):
+            first = time.monotonic() - start
+        time.sleep(0.02)
+    if process.returncode:
+        raise SystemExit(f"FAIL: {' '.join(command)} ended with {process.returncode}")
+    return first, time.monotonic() - start
+
+
+def killed_often(
+    command: list[str], kills: int, dice: random.Random, first: float, seconds: float
+) -> int:
+    """Start a command and kill it, again and again; how often it was. Each start goes on from what
+    the last one wrote, so that all parts of the run are met."""
     done = 0
     for _ in range(2 * kills):
         if done == kills:
             break
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(dice.uniform(0.1, 1.0) * longest)
+        part = dice.uniform(0, 1.5 * (seconds - first) / kills)
+        time.sleep(first * dice.uniform(0.5, 1.0) + part if dice.random() < 0.8 else part)
         if process.poll() is None:
             process.kill()
             done += 1
@@ -77,23 +100,25 @@ def killed_often(command: list[str], kills: int, dice: random.Random, longest: f
 def main() -> None:
     """Run both, or one, and exit with 1 if a result differs."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="*", default=["batch", "train"], choices=["batch", "train"])
+    parser.add_argument("runs", nargs="*", metavar="batch|train", help="both without it")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    for name in options.runs:               # argparse refuses a default among several choices
+        if name not in RUNS:
+            parser.error(f"there is no {name!r}; there are {', '.join(RUNS)}")
     os.environ["HF_HUB_OFFLINE"] = "1"
     dice, failed = random.Random(options.seed), False
-    for name in options.runs:
+    for name in options.runs or RUNS:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
-            command, written = {"batch": batch, "train": train}[name](folder)
-            start = time.monotonic()
-            subprocess.run(command, check=True, capture_output=True)
-            seconds, wanted = time.monotonic() - start, written()
+            command, written = RUNS[name](folder)
+            first, seconds = run_once(command, folder)
+            wanted = written()
             for result in (folder / "out.jsonl", folder / "heads"):
                 shutil.rmtree(result, ignore_errors=True) if result.is_dir() else \
                     result.unlink(missing_ok=True)
-            kills = killed_often(command, options.kills, dice, seconds)
+            kills = killed_often(command, options.kills, dice, first, seconds)
             subprocess.run(command, check=True, capture_output=True)
             same = written() == wanted
             failed |= not same
