@@ -42,8 +42,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--kinds", type=int, default=120, help="different requests")
-    parser.add_argument("--prefix-cache", type=int, default=16, metavar="MiB",
-                        help="small enough to be full after a quarter of the requests")
+    parser.add_argument("--prefix-cache", type=int, default=8, metavar="MiB",
+                        help="of each model; small enough to be full after a quarter of the "
+                             "requests")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         adapter = make_adapter(Path(folder) / "adapter")
@@ -142,7 +143,9 @@ async def soak(
             left -= 1
             if left % 50 == 0:
                 memory.append(process.memory_info().rss / 2**20)
-                print(f"{left} left, {memory[-1]:.0f} MiB, {wrong} wrong", flush=True)
+                known = await prefix_bytes(client) / 2**20
+                print(f"{left} left, {memory[-1]:.0f} MiB, {known:.1f} of it known beginnings of "
+                      f"prompts, {wrong} wrong", flush=True)
             body, stream = dice.choice(kinds), dice.random() < 0.6
             pieces = dice.randrange(0, 8) if dice.random() < 0.3 else None
             texts, complete = await ask(client, body, stream, pieces, dice.choice(KEYS))
@@ -163,6 +166,13 @@ async def soak(
           f"quarter {min(settled):.0f} to {max(settled):.0f} MiB "
           f"({100 * (max(settled) / min(settled) - 1):.1f} %)", flush=True)
     return wrong
+
+
+async def prefix_bytes(client: httpx.AsyncClient) -> float:
+    """Bytes of the prefix caches of all models."""
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    text = (await client.get("/metrics", headers=headers)).text
+    return sum(map(float, re.findall(r"^draftproof:prefix_cache_bytes\{.*\} (\S+)$", text, re.M)))
 
 
 async def ask(

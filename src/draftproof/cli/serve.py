@@ -96,7 +96,12 @@ def serve(
         from draftproof.server.guard import Access, is_loopback
         from draftproof.server.hosted_model import Limits
         from draftproof.server.models import Models
-        from draftproof.server.web_server import WebServer, listen, raise_descriptor_limit
+        from draftproof.server.web_server import (
+            WebServer,
+            listen,
+            raise_descriptor_limit,
+            share_heap,
+        )
     except ImportError as error:
         raise BadInput(
             f"a server needs {error.name}: pip install fastapi httptools llguidance "
@@ -111,6 +116,7 @@ def serve(
     listener, url = listen(host, port)
     _log(log_level, access_log=not no_access_log)
     raise_descriptor_limit()
+    share_heap()
     models = Models(
         Limits(max_batch, max_queue, max_model_len, timeout), price=price_per_hour,
         memory=int(model_memory * 2**30) if model_memory is not None else None, idle=unload_after,

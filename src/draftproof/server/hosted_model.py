@@ -71,6 +71,8 @@ class HostedModel:
             prefixes = engine.prefixes
             metrics.watch("vllm:prefix_cache_hits_total", "Tokens of prompts not read.",
                           lambda: prefixes.reused)
+            metrics.watch("draftproof:prefix_cache_bytes", "Bytes of known beginnings of prompts.",
+                          lambda: prefixes.nbytes)
         exact = engine.acceptance if engine.lossy is None else "match"
         plain = Engine(engine.target, codec=engine.codec, acceptance=exact, shapes=engine.shapes)
         plain.lock, plain.prefixes = engine.lock, engine.prefixes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import logging
 import os
@@ -31,6 +32,8 @@ KEEP_ALIVE_SECONDS = 15
 CLOSING_SECONDS = 3
 """Seconds for the last bytes of responses, after everything has ended."""
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+M_ARENA_MAX = -8
+"""The option of mallopt (malloc.h of glibc)."""
 QUIET_SECONDS = 60.0
 """Seconds between two log lines about connections that cannot be accepted."""
 
@@ -182,6 +185,15 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
         raise BadInput(f"cannot listen at {host}:{port}: {why}") from error
     name = f"[{host}]" if ":" in host else host
     return listener, f"http://{name}:{listener.getsockname()[1]}/"
+
+
+def share_heap() -> None:
+    """Let all threads allocate from one heap, where the C library is glibc.
+
+    Otherwise each thread that reads requests gets an arena of its own, which keeps what was freed
+    in it. To be called before threads are started."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def raise_descriptor_limit(wanted: int = 65536) -> None:
