@@ -256,3 +256,40 @@ def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
         pack_linears(other)
         fast = Target(other).fast
         assert fast is not None and fast.fused is None
+
+
+@pytest.mark.parametrize(("family", "cache"), [
+    ("llama", None), ("granite", None), ("gemma3", "int8")])  # fmt: skip
+@pytest.mark.parametrize(("nodes", "width"), [(1, 64), (6, 6), (9, 3), (5, 17)])
+def test_trees_and_a_chunk_of_a_prompt_have_the_same_bits_in_one_pass(
+    family: str, cache: str | None, nodes: int, width: int
+) -> None:
+    """Rows of any length, absent nodes, a beginning of the prompt or more of it."""
+    target, dice = packed(family, cache), torch.Generator().manual_seed(nodes)
+    for rows, lengths, known in ((2, [70], 0), (5, [3, 64, 130], 33)):
+        tokens = torch.randint(96, (len(lengths), nodes), generator=dice)
+        tokens[0, max(2, nodes - 2) :] = ABSENT
+        parents = (torch.arange(nodes) - 1) // 2        # -1 at the root
+        tree = TokenTree(tokens, parents.repeat(len(lengths), 1), nodes)
+        chunk = TokenTree.chain(torch.randint(96, (1, width), generator=dice))
+        texts = torch.randint(96, (rows, 130), generator=dice)
+        readings = []
+        for together in (True, False):
+            store = target.new_cache(rows, 256)
+            with torch.inference_mode():
+                for row, length in ((rows - 1, known), *enumerate(lengths)):
+                    if length:
+                        view = store.rows(row, row + 1)
+                        target.read(TokenTree.chain(texts[row : row + 1, :length]), view)
+                        view.keep(None, torch.tensor([length]))
+                store.set_max_length(max(known, *lengths))
+                layers, last = (-1, 1), store.rows(rows - 1, rows)
+                both = target.read_with_chunk(tree, chunk.tokens, store, layers) if together else (
+                    target.read(tree, store.rows(0, len(lengths)), hidden_layers=layers),
+                    target.read(chunk, last, last_only=True, hidden_layers=layers))
+            assert both is not None
+            there = tree.present
+            found = [both[0].logits[there], both[0].hidden[there], *both[1]]
+            readings.append([*found, *(store[-1, :, : known + width] for store in store.tensors)])
+        for one, other in zip(*readings, strict=True):
+            assert torch.equal(one, other)

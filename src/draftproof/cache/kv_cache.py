@@ -166,6 +166,12 @@ class KVCache:
                 front.index_copy_(0, row, source)
         self.lengths.index_copy_(0, row, other.lengths)
 
+    def move_row(self, row: int, place: int, tokens: int) -> None:
+        """Copy so many tokens of one row to another, which then holds just these."""
+        for store in self.tensors if row != place else ():
+            store[place, :, :tokens] = store[row, :, :tokens]
+        self.lengths[place] = tokens
+
     def select(self, rows: Sequence[int]) -> None:
         """Move these rows to the front, in this order; a row may be repeated. All other rows become
         empty."""

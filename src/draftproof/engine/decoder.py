@@ -72,15 +72,23 @@ class Decoder:
         return self.batch.running
 
     @torch.inference_mode()
-    def step(self) -> None:
-        """One round for every running row: draft, verify, commit."""
-        layers, batch = self.drafter.hidden_layers, self.batch
+    def step(self, prefill: Prefill | None = None) -> None:
+        """One round for every running row: draft, verify, commit.
+
+        prefill: prompts of which a chunk is read in the same pass; `reads_with_round` says whether
+        one can be."""
+        batch, chunk, nodes = self.batch, 0, 0
+        if prefill is not None and self.chunks is not None:
+            self.chunks.pending = True
         start = time.perf_counter()
         self.forced = self._forced() if batch.has_rules else []
         frontier = self._frontier()
         tree = self._draft(frontier)
         drafted = time.perf_counter()
-        reading = self.target.read(tree, batch.view, hidden_layers=layers)
+        if prefill is None:
+            reading = self.target.read(tree, batch.view, hidden_layers=self.drafter.hidden_layers)
+        else:
+            reading, chunk, nodes = self._read_with_chunk(frontier, tree, prefill)
         verified = time.perf_counter()
         accepted = batch.keep(tree, self.rule.accept(tree, reading.logits, frontier))
         kept = time.perf_counter()
@@ -89,10 +97,13 @@ class Decoder:
         done = self._deliver(frontier, tree, reading, commit, accepted)
         seconds = time.perf_counter() - start
         self.clock.add_round(drafted - start + observed - kept, verified - drafted, seconds)
-        # forced tokens say nothing about the drafter's own
-        if not self.forced:
+        # forced tokens say nothing about the drafter's own, and a chunk's seconds nothing about
+        # their cost
+        if not (self.forced or chunk):
             self.budget.record(done._replace(seconds=seconds))
-        if self.chunks is not None:
+        if self.chunks is not None and chunk:
+            self.chunks.pass_took(chunk, nodes, seconds)
+        elif self.chunks is not None:
             self.chunks.round_took(seconds, frontier.max_draft_tokens)
         for row in batch.running:
             if row.finish_reason is not None:
@@ -133,6 +144,30 @@ class Decoder:
         if joins:
             self.retire()
         return joins
+
+    def reads_with_round(self, prefill: Prefill) -> bool:
+        """Whether the next chunk of these prompts can be read in the pass of a round."""
+        if prefill.finished or not (prefill.shares_cache and self.batch.running):
+            return False
+        longest = max(len(row.prompt) + len(row.tokens) for row in self.batch.running)
+        return max(longest, prefill.reach) + SHORT <= self.batch.cache.capacity
+
+    def _read_with_chunk(
+        self, frontier: Frontier, tree: TokenTree, prefill: Prefill
+    ) -> tuple[Reading, int, int]:
+        """Read trees and, in the same pass, a chunk of prompts. Returns the reading of the trees,
+        the tokens of the chunk (0, and it was not read, where drafts are too wide), and nodes."""
+        batch, layers = self.batch, self.drafter.hidden_layers
+        nodes, longest = int(tree.present.sum()), frontier.prefix.longest
+        assert self.chunks is not None and longest is not None
+        chunk, sizes = prefill.next_chunk(self.chunks.chunk_size(nodes))
+        batch.cache.set_max_length(max(longest, prefill.reach))
+        both = self.target.read_with_chunk(tree, chunk.tokens, batch.cache, layers)
+        batch.cache.set_max_length(longest)
+        if both is None:
+            return self.target.read(tree, batch.view, hidden_layers=layers), 0, nodes
+        prefill.commit(chunk, both[1], sizes)
+        return both[0], chunk.tokens.shape[1], nodes
 
     def refresh(self) -> None:
         """Use changed weights from now on. Call it only while nothing runs."""

@@ -102,7 +102,9 @@ class Prefill:
     """Prompts that are being read, a chunk at a time.
 
     groups: the samples of each prompt. first: the first row they get. None: it is not known before
-    `join`, so they are read into a separate cache, as with static shapes.
+    `join`, so they are read into a separate cache, as with static shapes, or into the last row of
+    the batch, which must stay free, if a chunk can be read in one pass with a round
+    (shares_cache).
     """
 
     def __init__(self, prompts: Prompts, groups: Sequence[Samples], first: int | None) -> None:
@@ -111,7 +113,11 @@ class Prefill:
         self.sources = [samples[0].source for samples in groups]
         self.owners, self.apart = [samples[0].owner for samples in groups], first is None
         self.prompt_cache, self.commits, self.start = prompts.prompt_cache, list[Commit](), 0
-        if first is None:
+        self.shares_cache = self.apart and prompts.alike and not prompts.shapes.closed
+        if self.shares_cache:
+            rows = len(prompts.cache.lengths)
+            self.prompt_cache = prompts.cache.rows(rows - 1, rows)
+        elif first is None:
             capacity = prompts.shapes.capacity(len(self.texts[0]))
             self.prompt_cache = prompts.target.new_cache(1, capacity)
         if self.prompt_cache is not None:
@@ -130,24 +136,40 @@ class Prefill:
         """Read the next chunk; return whether it was the last.
 
         limit: the most tokens of the chunk. Ignored where the size of a chunk would change bits."""
-        shapes, target, longest = self.prompts.shapes, self.prompts.target, self._longest
-        reach = max(self.known) + self.start
-        self.view.set_max_length(self.prompts.cache.capacity if shapes.closed else reach)
-        most = self.prompts.chunk if limit is None else min(limit, self.prompts.chunk)
-        width = min(shapes.chunk(longest - self.start), most)
-        texts = [rest[self.start : self.start + width] for rest in self.rests]
-        tree, self.start = TokenTree.chain(self.prompts.padded(texts, width)), self.start + width
-        finished, layers = self.start >= longest, self.prompts.drafter.hidden_layers
-        alone = len(texts) == 1 and not (finished and shapes.closed)           # no padding
+        shapes, target = self.prompts.shapes, self.prompts.target
+        self.view.set_max_length(self.prompts.cache.capacity if shapes.closed else self.reach)
+        tree, sizes = self.next_chunk(limit)
+        layers = self.prompts.drafter.hidden_layers
+        finished = self.start + tree.tokens.shape[1] >= self._longest
+        alone = len(sizes) == 1 and not (finished and shapes.closed)           # nothing is padded
         reading = target.read(tree, self.view, last_only=alone, hidden_layers=layers)
-        self._commit(tree, reading, [len(text) for text in texts])
-        if target.has_states and self.prompts.prefixes is not None:
+        return self.commit(tree, reading, sizes)
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the longest prompt that have been read or were known."""
+        return max(self.known) + self.start
+
+    def next_chunk(self, limit: int | None = None) -> tuple[TokenTree, list[int]]:
+        """The next chunk and how many tokens of it each prompt has, to be read and committed."""
+        most = self.prompts.chunk if limit is None else min(limit, self.prompts.chunk)
+        width = min(self.prompts.shapes.chunk(self._longest - self.start), most)
+        texts = [rest[self.start : self.start + width] for rest in self.rests]
+        if self.shares_cache:                           # moving rows empties all others
+            self.view.lengths.fill_(self.reach)
+        return TokenTree.chain(self.prompts.padded(texts, width)), [len(text) for text in texts]
+
+    def commit(self, tree: TokenTree, reading: Reading, sizes: Sequence[int]) -> bool:
+        """Commit a chunk that was read; return whether it was the last."""
+        self.start += tree.tokens.shape[1]
+        self._commit(tree, reading, sizes)
+        if self.prompts.target.has_states and self.prompts.prefixes is not None:
             self._keep_states()
-        if finished and longest > SHORT:
-            text = self.texts[0]
-            self.prompts.remember(self.view, text, len(text), self.owners[0], copy=not self.apart,
+        if self.finished and self._longest > SHORT:
+            text, copy = self.texts[0], self.shares_cache or not self.apart
+            self.prompts.remember(self.view, text, len(text), self.owners[0], copy=copy,
                                   states=self.states)
-        return finished
+        return self.finished
 
     def _keep_states(self) -> None:
         """Keep the states at the border of a chunk: at the last one, where the text's next turn
@@ -170,7 +192,9 @@ class Prefill:
         """Give the prompts the rows of the batch from `first` on, and let the drafter observe them.
         Return the logits at their ends, [b, 1, V]."""
         cache, drafter = self.prompts.cache, self.prompts.drafter
-        if self.prompt_cache is not None:
+        if self.shares_cache:
+            cache.move_row(len(cache.lengths) - 1, first, self.reach)
+        elif self.prompt_cache is not None:
             cache.copy_row(torch.tensor([first], device=cache.lengths.device), self.prompt_cache)
         rows = range(first, first + len(self.texts))
         drafter.assign_owners(rows, self.owners)

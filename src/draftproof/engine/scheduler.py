@@ -229,8 +229,12 @@ class Scheduler:
             prefill = decoder.prefill([request.sequences], elsewhere=self.interleave)
             self._prefill = request, prefill
             waits = self.interleave and bool(decoder.batch.running)
-        if self._prefill is not None and not waits and decoder.read(self._prefill[1]):
-            self._prefill[0].status, self._prefill = Status.RUNNING, None
+        in_round: Prefill | None = None
+        if self._prefill is not None and not waits:
+            if decoder.reads_with_round(self._prefill[1]):
+                in_round = self._prefill[1]
+            elif decoder.read(self._prefill[1]):
+                self._prefill[0].status, self._prefill = Status.RUNNING, None
         if joining:
             prefill = decoder.prefill([request.sequences for request in joining])
             while not decoder.read(prefill):
@@ -238,7 +242,7 @@ class Scheduler:
             for request in joining:
                 request.status = Status.RUNNING
         if self.interleave and goes_on and decoder.batch.running:
-            decoder.step()
+            decoder.step(in_round)
 
     def _count_seconds(self) -> None:
         """Add the seconds since the last call."""

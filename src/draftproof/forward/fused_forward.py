@@ -101,16 +101,52 @@ class FusedForward:
             return logits, hidden
         return present.scatter(logits), present.scatter(hidden) if hidden is not None else None
 
+    def with_chunk(
+        self, tree: TokenTree, chunk: Tensor, cache: KVCache, hidden_layers: tuple[int, ...]
+    ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+        """Trees [B, N] of the first rows of a cache, and a chunk [1, W] of a prompt in its last
+        row, in one pass: logits [B, N, V] and hidden states of the trees, and of the chunk the
+        logits [1, 1, V] after its last token and hidden states."""
+        (batch, nodes), width = tree.tokens.shape, chunk.shape[1]
+        rows, wide = len(cache.lengths), max(nodes, width)
+        tokens = torch.full((rows, wide), ABSENT, dtype=torch.int64)
+        parents = torch.arange(-1, wide - 1, dtype=torch.int64).repeat(rows, 1)
+        tokens[:batch, :nodes], parents[:batch, :nodes] = tree.tokens, tree.parents
+        tokens[-1, :width] = chunk
+        present = _Present.of(TokenTree(tokens, parents, wide - 1))
+        read = self._read(rows, parents, 0, cache, present)
+        last, hidden = self._states(read, tokens if present is None else present.tokens, cache,
+                                    hidden_layers)
+        last = last.flatten(0, 1)                       # row by row: the chunk comes last
+        of_trees = len(last) - width
+        logits = self.kernels.multiply(self.head, torch.cat([last[:of_trees], last[-1:]]))
+        back = (torch.arange(of_trees, dtype=torch.int64).view(batch, nodes) if present is None
+                else present.back[:batch, :nodes])
+        if hidden is None:
+            return (logits[back], None), (logits[None, -1:], None)
+        hidden = hidden.flatten(0, 1)
+        return (logits[back], hidden[back]), (logits[None, -1:], hidden[None, of_trees:])
+
     def _forward(
         self, read: ctypes.Structure, tokens: Tensor, cache: KVCache, last_only: bool,
         hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
+        logits = None
+        if not last_only:
+            logits = torch.empty(*tokens.shape, self.head.outputs, dtype=torch.bfloat16)
+        last, hidden = self._states(read, tokens, cache, hidden_layers, logits)
+        if logits is None:
+            logits = self.kernels.multiply(self.head, last[:, -1:])
+        return logits, hidden
+
+    def _states(
+        self, read: ctypes.Structure, tokens: Tensor, cache: KVCache,
+        hidden_layers: tuple[int, ...], logits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """States [B, W, H] after the final norm and those of `hidden_layers`; logits are filled."""
         (rows, width), count = tokens.shape, len(self.fast.layers)
         assert cache.stores is not None
         last = torch.empty(rows, width, self.fast.decoder.hidden_size, dtype=torch.bfloat16)
-        logits = None
-        if not last_only:
-            logits = torch.empty(rows, width, self.head.outputs, dtype=torch.bfloat16)
         kept = {count: last}
         for number in hidden_layers:
             kept.setdefault(number % (count + 1), torch.empty_like(last))
@@ -119,11 +155,9 @@ class FusedForward:
             "forward", read, self._model, cache.stores.places, tokens, last, logits, places,
             torch.empty(rows * width * self._work, dtype=torch.bfloat16)
         )
-        if logits is None:
-            logits = self.kernels.multiply(self.head, last[:, -1:])
         if not hidden_layers:
-            return logits, None
-        return logits, torch.stack([kept[number % (count + 1)] for number in hidden_layers], 2)
+            return last, None
+        return last, torch.stack([kept[number % (count + 1)] for number in hidden_layers], 2)
 
     def chain(
         self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,

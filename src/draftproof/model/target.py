@@ -135,9 +135,32 @@ class Target:
         assert self.fast is not None
         tokens = tree.tokens[:, first:] if first else tree.tokens
         logits, hidden = self.fast(tokens, tree, first, cache, last_only, hidden_layers)
-        if self._scaling != UNSCALED:
-            logits = self._scaling.apply(logits)
-        return Reading(logits, hidden)
+        return self._reading(logits, hidden)
+
+    def read_with_chunk(
+        self, tree: TokenTree, chunk: Tensor, cache: KVCache,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> tuple[Reading, Reading] | None:  # fmt: skip
+        """Read trees of the first rows of a cache, and in the same pass a chunk of a prompt in its
+        last row. The weights are read once for both, and no bit differs from two reads.
+
+        Args:
+            tree: [B, N] tokens and their parents, of fewer rows than the cache has.
+            chunk: [1, W] tokens of the prompt.
+            cache: All rows of a batch; it knows the length of its longest row.
+            hidden_layers: As in `read`.
+
+        Returns:
+            Of the trees as `read`, of the chunk as with `last_only`; None, and nothing was read, if
+            they cannot be read together.
+        """
+        fused = self.fast.fused if self.fast is not None else None
+        nodes = max(tree.tokens.shape[1], chunk.shape[1])
+        if fused is None or not fused.takes(nodes, cache):
+            return None
+        cache.reserve(nodes)
+        trees, chunks = fused.with_chunk(tree, chunk, cache, hidden_layers)
+        return self._reading(*trees), self._reading(*chunks)
 
     def features(
         self, tokens: Tensor, weights: Tensor, *, hidden_layers: tuple[int, ...] = (-1,),
@@ -286,6 +309,11 @@ class Target:
         what is small is copied."""
         plain = self._scaling == UNSCALED
         return Tables.of(self.fast) if plain and self.fast is not None else None
+
+    def _reading(self, logits: Tensor, hidden: Tensor | None) -> Reading:
+        """Logits scaled or capped where the model's own are, and hidden states."""
+        scaled = logits if self._scaling == UNSCALED else self._scaling.apply(logits)
+        return Reading(scaled, hidden)
 
     def _adopt(self, facts: Facts, fast: FastForward | None) -> None:
         """Read as these facts say."""
