@@ -289,7 +289,7 @@ def test_trees_and_a_chunk_of_a_prompt_have_the_same_bits_in_one_pass(
                     target.read(chunk, last, last_only=True, hidden_layers=layers))
             assert both is not None
             there = tree.present
-            found = [both[0].logits[there], both[0].hidden[there], *both[1]]
-            readings.append([*found, *(store[-1, :, : known + width] for store in store.tensors)])
-        for one, other in zip(*readings, strict=True):
-            assert torch.equal(one, other)
+            parts = [both[0].logits[there], both[0].hidden[there], *both[1]]
+            readings.append([*parts, *(store[-1, :, : known + width] for store in store.tensors)])
+        for in_one_pass, apart in zip(*readings, strict=True):
+            assert torch.equal(in_one_pass, apart)
