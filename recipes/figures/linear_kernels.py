@@ -63,15 +63,18 @@ def plain_sum(repeats: int) -> float:
     return numbers.nbytes / min(seconds) / 1e9
 
 
-def measure(library: Kernels, layers: list[Native], rows: int, repeats: int) -> float:
-    """Seconds for one layer."""
-    states, seconds = torch.randn(rows, layers[0].size).bfloat16(), list[float]()
+def measure(libraries: list[Kernels], layers: list[Native], rows: int, repeats: int) -> list[float]:
+    """Seconds for one layer by each library; they take turns, so a machine that drifts slows all
+    alike."""
+    states = torch.randn(rows, layers[0].size).bfloat16()
+    seconds: list[list[float]] = [[] for _ in libraries]
     for _ in range(repeats):
-        for layer in layers[: max(2, 512 // rows)]:
-            start = time.perf_counter()
-            library.multiply(layer, states)
-            seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[len(seconds) // 20]
+        for library, times in zip(libraries, seconds, strict=True):
+            for layer in layers[: max(2, 512 // rows)]:
+                start = time.perf_counter()
+                library.multiply(layer, states)
+                times.append(time.perf_counter() - start)
+    return [sorted(times)[len(times) // 20] for times in seconds]
 
 
 def main() -> None:
@@ -91,14 +94,15 @@ def main() -> None:
     table = Table(title=title, title_justify="left")
     for name in ("weights", "build", *(f"{rows} rows" for rows in options.rows), "G products/s"):
         table.add_column(name, justify="right")
+    libraries = [Kernels(opened(build)) for build in able()]
     for format in options.formats:
         make, weight = layer_of(format, options.outputs, options.inputs)
         copies = [enlarge(torch.empty_like(weight)).copy_(weight)
                   for _ in range(max(2, SPAN // weight.nbytes))]
         layers = [make(copy) for copy in copies]
-        for build in able():
-            library = Kernels(opened(build))
-            times = [measure(library, layers, rows, options.repeats) for rows in options.rows]
+        times_by_rows = [measure(libraries, layers, rows, options.repeats)
+                         for rows in options.rows]
+        for build, *times in zip(able(), *times_by_rows, strict=True):
             speeds = (f"{weight.nbytes / seconds / 1e9:.1f}" for seconds in times)
             products = options.rows[-1] * options.outputs * options.inputs / times[-1] / 1e9
             table.add_row(format, build, *speeds, f"{products:.0f}")
