@@ -1,7 +1,7 @@
 /* Choosing tokens by scores, accepting trees, and chains of a draft model. */
 #include "scores.h"
 
-/* Rows of logits, and where what is chosen by them goes. */
+/* Rows of logits, and the tokens chosen by them. */
 typedef struct {
     const bf16 *logits;
     const float *noise, *temperatures, *scales;
@@ -39,11 +39,11 @@ static void sample_rows(const void *work, int64_t first_row, int64_t last_row) {
     }
 }
 
-/* Rows that are worth a thread of their own. */
+/* The least rows per thread. */
 static int64_t enough_rows(int64_t vocab) { return 1 + SMALL / 2 / (vocab > 0 ? vocab : 1); }
 
 /* The first token of the highest score in each row of logits; `no_token` if all are -inf or one is
- * NaN. Each heat is that of `each` rows; places say which of noise [., vocab] is whose. */
+ * NaN. A temperature belongs to `each` rows; places are the rows' indices in noise [., vocab]. */
 void draftproof_sample(const bf16 *logits /* [rows, vocab] */,
         const float *noise /* [reach(places), vocab] or null */,
         const int64_t *places /* [rows] or null */, const float *temperatures /* [rows / each] */,
@@ -71,11 +71,11 @@ int64_t draftproof_well_formed(const int64_t *tokens /* [rows, nodes] */,
     return 1;
 }
 
-/* The nodes of trees that stand: those picked at their parents, whose ancestors stand too. Of the
- * path to the first of the deepest: its nodes, root first, places beyond it hold their own index.
- * found: how many they are, what was picked after them, how many nodes after the root are not
- * absent, and how deep these go. The root is the parent of a node whose own does not come before
- * it. */
+/* Accept nodes that were picked at their parents, if their ancestors are accepted too. path: the
+ * nodes to the first of the deepest accepted ones, root first; places beyond hold their own index.
+ * found: the length of the path, the token picked after it, the number of nodes present after the
+ * root, and their greatest depth. A node whose parent does not come before it counts as a child of
+ * the root. */
 void draftproof_accept(const int64_t *tokens /* [rows, nodes] */,
         const int64_t *parents /* [rows, nodes] */, const int64_t *picks /* [rows, nodes] */,
         int64_t rows, int64_t nodes, int64_t deep, int64_t absent, int64_t *path /* [rows, deep] */,
@@ -117,8 +117,8 @@ static void top_rows(const void *work, int64_t first_row, int64_t last_row) {
     }
 }
 
-/* The `count` best tokens of each row of logits and their logits, of equals the earlier; NaN is
- * none of them. */
+/* The `count` best tokens of each row of logits, and their logits; among equals, the earlier first.
+ * NaN is never among them. */
 void draftproof_top_tokens(const bf16 *logits /* [rows, vocab] */, int64_t rows, int64_t vocab,
         int64_t count, int64_t *tokens /* [rows, count] */, float *best /* [rows, count] */,
         int64_t threads) {
@@ -142,9 +142,8 @@ static void best_rows(const void *work, int64_t first_row, int64_t last_row) {
     }
 }
 
-/* The `count` best tokens of each row, of equals the earlier, and the logarithm of the chance of
- * each: chances are the softmax of trust times the scores. Where a logit is NaN nothing has a
- * chance. */
+/* The `count` best tokens of each row, among equals the earlier first, and their log-probabilities:
+ * the softmax of scale times the scores. If a logit is NaN, all probabilities are 0. */
 void draftproof_best_tokens(const bf16 *logits /* [rows, vocab] */,
         const float *noise /* [reach(places), vocab] or null */,
         const int64_t *places /* [rows] or null */, const float *temperatures /* [rows] */,
@@ -156,16 +155,15 @@ void draftproof_best_tokens(const bf16 *logits /* [rows, vocab] */,
     share_out(best_rows, &of, rows, enough_rows(vocab), threads);
 }
 
-/* Draft a chain per row. Each row reads what it lacks of its text, up to its root at
- * positions[row], and has lengths[row] = positions[row] then; after the root, token after token
- * the best of each, each read in turn as the next node of the scratch. places name the noise
- * of the root. A row ends after `steps` tokens, where the logarithm of the chance that its chain
- * stands is below `floor`, where no_token may be chosen; and of all rows together only the likeliest
- * `nodes` tokens are kept. tokens: the root first, `absent` after the end. turns, likewise, with
- * how many nodes per row each would be kept. reads: how many tokens of
- * a row lie in the scratch. Returns how many the longest chain has. width: no row lacks more, the
- * root included; no more is read than one lacks. work: as for a forward of rows * width tokens, and
- * rows * width * size + rows * vocab more. */
+/* Draft a chain per row. Each row first reads the missing tokens of its text, up to its root at
+ * positions[row], and sets lengths[row] = positions[row]. Then it drafts the best token after the
+ * last one, reads it as the next node of the scratch, and so on. places: the root's index in noise.
+ * A row ends after `steps` tokens, where the log-probability of its chain is below `floor`, or where
+ * no token can be chosen. Of all rows together only the likeliest `nodes` tokens are kept.
+ * tokens: the root first, `absent` after the end. turns: with how many nodes per row each token
+ * would be kept. reads: how many tokens of a row are in the scratch. Returns the length of the
+ * longest chain. width: the most tokens that a row lacks, root included. work: as for a forward of
+ * rows * width tokens, and rows * width * size + rows * vocab more. */
 int64_t draftproof_chain(Read *read, const Model *model,
         void *const *stores /* [read->stores, model->count] */,
         const int64_t *text /* [read->rows, room] */, int64_t room,

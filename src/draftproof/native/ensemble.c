@@ -1,8 +1,7 @@
-/* Drafting by successors that were likely before, and by several members, each as far as it was
- * right. */
+/* Drafting by earlier successors, and by several members, weighted by their accuracy. */
 #include "pools.h"
 
-/* Of pools the trees. */
+/* The trees of pools. */
 void draftproof_likeliest(const int64_t *pool /* [rows, size] */,
         const int64_t *above /* [rows, size] */, const float *odds /* [rows, size] */,
         int64_t rows, int64_t size, TreeOutput *out /* [rows] */) {
@@ -10,8 +9,8 @@ void draftproof_likeliest(const int64_t *pool /* [rows, size] */,
         grow_tree(pool + r * size, above + r * size, odds + r * size, size, APART, out, r);
 }
 
-/* Of pairs of tokens, and of tokens alone, the `best` likeliest successors, each of an
- * owner's text. As in drafters/token_recycling.py. */
+/* The `best` likeliest successors of pairs of tokens and of single tokens, each from the text of an
+ * owner. As in drafters/token_recycling.py. */
 typedef struct {
     int32_t *tags /* [2 * slots] */, *tokens /* [2 * slots, best] */;
     int64_t *owners /* [2 * slots] */;
@@ -19,7 +18,7 @@ typedef struct {
     int64_t best, slots, shift, token, before, absent;
 } Table;
 
-/* Where a token of an owner's text belongs, after another or alone, and its tag. */
+/* The slot and the tag of a token in an owner's text, after another token or alone. */
 static inline int64_t placed(const Table *table, int64_t before, int64_t token, int64_t owner,
         int alone, int32_t *tag) {
     uint32_t key = ((uint32_t)token + 2) * (uint32_t)table->token + (uint32_t)owner;
@@ -28,8 +27,8 @@ static inline int64_t placed(const Table *table, int64_t before, int64_t token, 
     return (((int32_t)key >> table->shift) & (table->slots - 1)) + (alone ? table->slots : 0);
 }
 
-/* Learn what came out after each node of trees: the `count` best tokens, of which the table keeps
- * no more than it has room for, and their logits. The tokens before the roots are `last`. */
+/* Learn the `count` best tokens after each node of trees, and their logits; the table keeps as many
+ * as it has room for. last: the tokens before the roots. */
 void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, nodes] */,
         const int64_t *parents /* [rows, nodes] */, const int64_t *last /* [rows] */,
         const int64_t *owners /* [rows] */, const int64_t *best /* [rows, nodes, count] */,
@@ -49,15 +48,15 @@ void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, node
             table->tags[place] = tag, table->owners[place] = owners[r];
             for (int64_t k = 0; k < count && k < table->best; k++) {
                 table->tokens[place * table->best + k] = (int32_t)best[i * count + k];
-                /* NaN is not */
+                /* not for NaN */
                 table->odds[place * table->best + k] = sum > 0 ? odds[k] / sum : 0;
             }
         }
     }
 }
 
-/* Trees of what is known to follow each root: of each level the `width` likeliest nodes are
- * followed, the root by all that is known, others by `fan` tokens, down to `depth`. */
+/* Trees of the known successors of each root. On each level the `width` likeliest nodes are expanded,
+ * the root by all its successors, others by `fan`, down to `depth`. */
 void draftproof_likely_successors(const Table *table, const Texts *texts,
         const int64_t *last /* [texts->rows] */, const int64_t *owners /* [texts->rows] */,
         int64_t width, int64_t fan, int64_t depth, TreeOutput *out /* [texts->rows] */) {
@@ -91,8 +90,8 @@ void draftproof_likely_successors(const Table *table, const Texts *texts,
     }
 }
 
-/* Judge pools that were proposed after roots at `asked` by the texts that came: in counts, by kind
- * of node, how many stood of how many judged. As in drafters/portfolio.py. */
+/* Compare pools that were proposed after roots at `asked` with the texts. Adds to counts, by kind of
+ * node: right, and compared. As in drafters/portfolio.py. */
 void draftproof_judge(float *counts /* [count, 2] */, int64_t count, float fade,
         const int64_t *pool /* [texts->rows, size] */,
         const int64_t *above /* [texts->rows, size] */,
@@ -121,10 +120,10 @@ typedef struct {
     int64_t nodes, rows;
 } Member;
 
-/* Trees of the likeliest nodes of all members' trees, by odds that are corrected by counts as
- * `judge` makes them, in which members have `levels` kinds each, by the odds that they gave, or
- * `untold`; these count for `trust` comparisons. Out go as well the pools, of `nodes` for all members
- * side by side, and the kinds of their nodes. */
+/* Trees of the likeliest nodes of all members' trees. Probabilities are rates from the counts of
+ * `judge`, where each member has `levels` kinds, with the member's own probability, or `untold`, as a
+ * prior of `trust` comparisons. Also returned: the pools, with `nodes` for all members side by side,
+ * and the kinds of their nodes. */
 void draftproof_merge_trees(const float *counts /* [count, levels, 2] */, int64_t levels,
         float trust, float untold, const Member *members /* [count] */, int64_t count, int64_t rows,
         int64_t nodes, int64_t *pools /* [rows, nodes] */, int64_t *parents /* [rows, nodes] */,
@@ -149,7 +148,7 @@ void draftproof_merge_trees(const float *counts /* [count, levels, 2] */, int64_
                 }
                 int64_t level = (int64_t)(given * (float)levels);
                 level = level < levels - 1 ? level : levels - 1;
-                kinds[i] = m * levels + (level > 0 ? level : 0);        /* NaN is 0 */
+                kinds[i] = m * levels + (level > 0 ? level : 0);        /* NaN becomes 0 */
                 const float *seen = counts + 2 * kinds[i];
                 float step = (seen[0] + trust * given) / (seen[1] + trust);
                 odds[i] = !n ? 1 : pool[i] == out->absent ? 0 : odds[above[i]] * step;

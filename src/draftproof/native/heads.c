@@ -9,9 +9,8 @@ typedef struct {
     int64_t vocab, count;
 } Pairs;
 
-/* The `count` likeliest children of a parent and the logarithms of their chances, falling: its
- * pairs, each of whose chances [vocab] gains, and the head's own best choices. weight: what gains
- * are multiplied with. */
+/* The `count` likeliest children of a parent and their log-probabilities, descending, from its pairs,
+ * whose probabilities [vocab] have gains, and the head's own best choices. weight: factor of gains. */
 static void chances_after(const Pairs *pairs, int64_t parent, const float *chances, const Scored *own,
         float weight, Scored *best, int64_t count) {
     int64_t first = pairs->starts[parent], named = pairs->starts[parent + 1] - first;
@@ -40,7 +39,7 @@ static void chances_after(const Pairs *pairs, int64_t parent, const float *chanc
         best[k].score = best[k].score - whole < 0 ? best[k].score - whole : 0;
 }
 
-/* The residual blocks of heads, and what they make of hidden states: work [heads, rows, size]. */
+/* The residual blocks of heads, applied to hidden states: work [heads, rows, size]. */
 typedef struct {
     const Linear *blocks;
     const bf16 *hidden;
@@ -60,9 +59,9 @@ static void through_blocks(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* What heads of `layers` residual blocks each and a projection say of hidden states: logits, -inf
- * where the projection lacks a token; map: the tokens that it knows, or none. Heads know nothing of
- * each other, so threads take whole ones where there are enough. */
+/* Logits of heads with `layers` residual blocks each and a projection, for hidden states; -inf for
+ * tokens that the projection lacks. map: the tokens of the projection, or null for all. Heads are
+ * independent, so threads take whole heads if there are enough. */
 void draftproof_heads(const Linear *blocks /* [heads, layers] */, const Linear *projection,
         const int64_t *map /* [projection->outputs] or null */,
         const bf16 *hidden /* [rows, projection->size] */, bf16 *logits /* [rows, heads, vocab] */,
@@ -87,8 +86,8 @@ void draftproof_heads(const Linear *blocks /* [heads, layers] */, const Linear *
     }
 }
 
-/* Logits of heads, and where trees of them go; what a head says is weighed once, into chances
- * [rows, heads, vocab + LANES] and the `most` best of them. */
+/* Logits of heads, and the trees made of them. The logits of a head are converted once, to
+ * probabilities [rows, heads, vocab + LANES] and the `most` best of them. */
 typedef struct {
     const Pairs *pairs;
     const int64_t *shape, *roots, *places;
@@ -100,7 +99,7 @@ typedef struct {
     const TreeOutput *out;
 } Bigrams;
 
-/* Heads, counted through all rows. */
+/* Heads, numbered across all rows. */
 static void weigh_heads(const void *work, int64_t first, int64_t last) {
     const Bigrams *of = work;
     int64_t vocab = of->vocab, most = of->most;
@@ -131,7 +130,7 @@ static void grow_rows(const void *work, int64_t first, int64_t last) {
         int64_t rank[nodes], depth[nodes];
         float *chance = of->out->odds + r * nodes;
         float push = of->weight * of->trusts[r] / of->heats[r];
-        float next[nodes];                  /* the chance of the next child that a node has not got */
+        float next[nodes];                  /* the probability of a node's next child */
         Scored *lists = (Scored *)scratch(nodes * most * (int64_t)(sizeof(Scored) / sizeof(float)));
         for (int64_t n = 0; n < nodes; n++) {
             int64_t from = n && shape ? shape[n] : 0;
@@ -159,10 +158,10 @@ static void grow_rows(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* Each row's tree of the likeliest nodes after its root by logits and pairs, in falling order of
- * their chances, of which at most `children` have one parent. With a shape, the tree of this shape
- * instead: each node's parent, and which of its children it is. Noise, places, heats and trusts as
- * for a chain. */
+/* For each row the tree of the likeliest nodes after its root, by logits and pairs, in descending
+ * order of probability, with at most `children` per parent. With a shape (each node's parent, and
+ * its rank among the children), the tree of this shape instead. Noise, places, temperatures and
+ * scales are as for a chain. */
 void draftproof_bigram_tree(const Pairs *pairs, float weight,
         const int64_t *shape /* [2, out->nodes] or null */,
         const bf16 *logits /* [rows, heads, vocab] */, const int64_t *roots /* [rows] */,
@@ -182,9 +181,9 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight,
     free(own);
 }
 
-/* A recurrent draft head. Its state is `smooth`: through SiLU; `first`: the bias of `back` counts
- * where there is no state yet. narrow: in front of the blocks, if its size is not 0. map: the
- * tokens of a draft vocabulary, that the projection knows alone, or none. */
+/* A recurrent draft head. smooth: its state passes through SiLU. first: the bias of `back` is also
+ * added where there is no state yet. narrow: a layer before the blocks, unless its size is 0. map:
+ * the draft vocabulary of the projection, or null for all tokens. */
 typedef struct {
     Linear fed, back, narrow, projection;
     const Linear *blocks /* [layers] */;
@@ -193,8 +192,8 @@ typedef struct {
     int64_t hidden, layers, smooth, first;
 } Recurrence;
 
-/* x [rows, hidden] embeddings of the next tokens and, after the first, `back` the states before
- * them, become states. */
+/* Turn embeddings x [rows, hidden] of the next tokens and, after the first, the states `back` before
+ * them into states. */
 static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *beside,
         int64_t rows, int64_t threads) {
     int64_t size = head->hidden, all = rows * size;
@@ -211,10 +210,10 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
     }
 }
 
-/* Beam search: `length` steps of `width` beams and as many children of each, after context and
- * roots. All that is weighed goes into pools [rows, .]: tokens, parents (places in the pool),
- * logarithms of the chance of the path; the root is in place 0. A search may end early below
- * `floor`, as a chain does. Returns the size of a pool. */
+/* Beam search: `length` steps of `width` beams with as many children each, after context and roots.
+ * All visited nodes go into pools [rows, .]: tokens, parents (indices in the pool), log-probabilities
+ * of paths; the root has index 0. A search may end early below `floor`, as a chain does. Returns the
+ * size of a pool. */
 int64_t draftproof_beam_search(const Recurrence *head,
         const bf16 *context /* [rows, head->hidden] */, const int64_t *roots /* [rows] */, int64_t rows, int64_t width, int64_t length,
         const float *noise /* [reach(places, length), head->table.vocab] or null */,

@@ -1,5 +1,5 @@
-/* What stands between the linear layers of a Llama-like model, but for attention: norms, gates; and
- * all of its layers. */
+/* The parts of a Llama-like model between linear layers, apart from attention: norms and gates; and
+ * the loop over all layers. */
 #include "model.h"
 
 enum { PART = 1024 };
@@ -39,7 +39,7 @@ static void norm_rows(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* hidden += delta, if there is one: its share, or what a norm with the weight `added` makes of it;
+/* hidden += delta, if any, scaled by its share or normed with the weight `added`;
  * out = hidden / rms(hidden) * weight. [rows, size] each, size a multiple of 16. */
 void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const float *weight,
         const Norm *norm, bf16 *out, int64_t rows, int64_t size, int64_t threads) {
@@ -50,10 +50,10 @@ void draftproof_norm(bf16 *hidden, const bf16 *delta, const float *added, const 
 typedef struct {
     const bf16 *gate_up;
     bf16 *out;
-    int64_t gelu, size, parts;                  /* of PART numbers, in a row */
+    int64_t gelu, size, parts;                  /* of PART numbers each, per row */
 } Gating;
 
-/* Parts of rows, counted through all rows. */
+/* Parts of rows, numbered across all rows. */
 static void gate_parts(const void *work, int64_t first, int64_t last) {
     const Gating *of = work;
     int64_t size = of->size;
@@ -68,7 +68,7 @@ static void gate_parts(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* out = silu(gate) * up, or GELU's; gate and up lie one after the other: [rows, 2 * size] to [rows,
+/* out = silu(gate) * up, or with GELU; gate and up are stored one after the other: [rows, 2 * size] to [rows,
  * size]. */
 void draftproof_gate(const bf16 *gate_up /* [rows, 2, (size + 15) // 16 * 16] */,
         bf16 *out /* [rows, (size + 15) // 16 * 16] */, int64_t gelu, int64_t rows, int64_t size,
@@ -77,15 +77,15 @@ void draftproof_gate(const bf16 *gate_up /* [rows, 2, (size + 15) // 16 * 16] */
     share_out(gate_parts, &of, rows * of.parts, SMALL / 4 / PART, threads);
 }
 
-/* Whether a slot `place` after a row's text, and the slot that it is filled from, are in a store. */
+/* Whether the slot `place` after a row's text, and the slot that fills it, are inside a store. */
 static int inside(int64_t length, int64_t node, int64_t place, int64_t capacity) {
     int64_t last = node > place ? node : place;
     return length >= 0 && node >= 0 && length + last < capacity;
 }
 
 /* Move the `deep` nodes of each row, ascending, to the front of its scratch, in stores [rows,
- * heads, capacity] of so many bytes a slot. A node never lies before its destination, so nothing is
- * overwritten that is still to be read. Padding beyond the capacity stays where it is. */
+ * heads, capacity] of so many bytes a slot. A node is never before its destination, so no unread
+ * node is overwritten. Padding beyond the capacity stays where it is. */
 void draftproof_keep(char *const *stores /* [count] */, const int64_t *heads /* [count] */,
         const int64_t *bytes /* [count] */, int64_t count, int64_t capacity, int64_t rows,
         const int64_t *lengths /* [rows] */, const int64_t *nodes /* [rows, deep] */,
@@ -120,8 +120,8 @@ static void embed_rows(const void *work, int64_t first, int64_t last) {
 }
 
 /* Read a model: tokens [start_of(rows)] become hidden states after the final norm, in `last`, and
- * logits of these, if they are wanted; the states before layer n go to kept[n] where that is not null, nor kept. Tokens
- * the model does not know are read as some that it knows. stores: those of each layer in turn.
+ * logits of these, if wanted; the states before layer n go to kept[n] if kept and this are not null.
+ * Unknown tokens are read as known ones. stores: those of each layer in turn.
  * work: room for start_of(rows) * (2 size + the widest inner + heads * head_dim + 3 gates)
  * numbers. */
 void draftproof_forward(const Read *read, const Model *model,

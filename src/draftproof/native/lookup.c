@@ -1,9 +1,9 @@
-/* Drafting what followed the same tokens before: in the prompt, or in all text by an index. */
+/* Drafting what followed earlier occurrences of the last tokens: in the text itself, or in an index. */
 #include "pools.h"
 
-enum { CONTEXT = 16 };                          /* tokens before a place that the index looks at */
+enum { CONTEXT = 16 };                          /* the longest context of the index, in tokens */
 
-/* The same of a pool of paths of `each` nodes, every one from the root on. */
+/* The trees of a pool of paths of `each` nodes, all starting at the root. */
 static void grow_paths(const int64_t *pool, const float *odds, int64_t paths, int64_t each,
         TreeOutput *out, int64_t r) {
     int64_t above[paths * each];
@@ -11,15 +11,15 @@ static void grow_paths(const int64_t *pool, const float *odds, int64_t paths, in
     grow_tree(pool, above, odds, paths * each, SUMMED, out, r);
 }
 
-/* The chance that what followed a match of so many tokens before follows it again, `ahead` tokens
- * further, if it did until there. */
+/* The probability that the continuation of a match of this length holds for `ahead` more tokens, given
+ * that it has held so far. */
 static inline float lasting(float match, int64_t ahead) { return (match + (float)ahead) / (match
         + (float)ahead + 3); }
 
-/* Trees of what followed the last tokens of each text where they stood before: of the `near` most
- * recent places where the last two did, or then the last one, the `places` where most did, from
- * `shortest` to `longest`, the most recent of equals; `steps` tokens from each, round and round. As
- * in drafters/prompt_lookup.py. */
+/* Trees of what followed earlier occurrences of the last tokens of each text. Candidates are the
+ * `near` most recent occurrences of the last two tokens, then of the last one. The `places` with the
+ * longest matches, from `shortest` to `longest`, are used, the most recent first among equals, with
+ * `steps` tokens from each, repeated cyclically. As in drafters/prompt_lookup.py. */
 void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shortest, int64_t near,
         int64_t places, int64_t steps, TreeOutput *out /* [texts->rows] */) {
     int64_t each = 1 + steps, pool[places * each], ends[near], others[near], best[places],
@@ -63,10 +63,10 @@ void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shorte
     }
 }
 
-/* Text, and by a hash of each context of `sizes` tokens, CONTEXT at most, the successors seen, on
- * `ways` each: a tag, the last place, how often. weights make slots and tags of contexts. Each token
- * of the text has an owner, and is drafted for the owner's texts alone. The last token, and the last
- * entry, are for nothing. As in drafters/suffix.py. */
+/* Text, and a hash table of the successors of each context of `sizes` tokens (at most CONTEXT), with
+ * `ways` entries each: a tag, the last place, and the count. weights hash contexts to slots and tags.
+ * Each token of the text has an owner, and is drafted only for texts of this owner. The last token
+ * and the last entry are dummies. As in drafters/suffix.py. */
 typedef struct {
     int64_t *text /* [room] */, *places /* [slots, ways] */, *owners /* [room] */;
     int32_t *tags /* [slots, ways] */;
@@ -76,8 +76,8 @@ typedef struct {
     int64_t room, count, ways, slots, shift, follow, scatter, absent;
 } Index;
 
-/* The first entry of each context that ends a text of an owner, and what the tag of a successor is
- * counted from, [count] both. */
+/* The first entry of each context at the end of an owner's text, and the base of its successors' tags,
+ * both [count]. */
 static void hashed(const Index *index, const int64_t *context, int64_t owner, int64_t *entries,
         uint32_t *tags) {
     uint32_t tokens[CONTEXT];
@@ -95,8 +95,8 @@ static inline int32_t tagged(const Index *index, uint32_t tag, int64_t token) {
     return (int32_t)(tag + ((uint32_t)token + 1) * (uint32_t)index->follow);
 }
 
-/* Write counts[row] tokens after `ends`, each after its contexts; tails are the text before them.
- * Ends and tails move on. */
+/* Write counts[row] tokens after `ends`, and index them under their contexts; tails are the tokens
+ * before them. Updates ends and tails. */
 void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
         int64_t *ends /* [rows] */, const int64_t *owners /* [rows] */,
         const int64_t *tokens /* [rows, width] */, const int64_t *counts /* [rows] */,
@@ -104,7 +104,7 @@ void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
     for (int64_t r = 0; r < rows; r++) {
         int64_t *tail = tails + r * CONTEXT, entries[index->count];
         uint32_t tags[index->count];
-        /* not its memory */
+        /* not in the index */
         if (ends[r] < 0 || counts[r] > width || ends[r] + counts[r] + 2 > index->room) continue;
         for (int64_t d = 0; d < counts[r]; d++) {
             int64_t token = tokens[r * width + d], place = ends[r]++;
@@ -126,8 +126,8 @@ void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
     }
 }
 
-/* Trees of the `paths` likeliest continuations of each text, `steps` tokens long, whose lane begins
- * and ends there. An occurrence in its own lane counts for `own` more. */
+/* Trees of the `paths` likeliest continuations of each text, `steps` tokens long. begins, ends: the
+ * text's own part of the memory; an occurrence there has an extra weight of `own`. */
 void draftproof_continue_text(const Index *index, const Texts *texts,
         const int64_t *tails /* [texts->rows, 16] */, const int64_t *begins /* [texts->rows] */,
         const int64_t *ends /* [texts->rows] */, const int64_t *owners /* [texts->rows] */,
@@ -171,7 +171,7 @@ void draftproof_continue_text(const Index *index, const Texts *texts,
         for (int64_t w = 0; w < paths; w++) {
             int64_t at = w * each, way = best[w].token,
                     start = way < 0 ? index->room - 1 : places[way];
-            /* its own end is its beginning */
+            /* at the end, start again */
             int64_t circle = start >= begins[r] && start <= ends[r] ? ends[r] + 1 - start : 0;
             float chance = best[w].score, match
                     = way < 0 ? 0 : (float)index->sizes[way / index->ways];

@@ -1,4 +1,4 @@
-/* What operating systems name differently: memory that is aligned. */
+/* Aligned memory, which operating systems name differently. */
 #pragma once
 #include <stdlib.h>
 
@@ -6,7 +6,7 @@
 #include <malloc.h>
 #endif
 
-/* Memory that begins a cache line; null if there is none. To be freed by `free_lines`. */
+/* Memory aligned to a cache line, or null. Free it with `free_lines`. */
 static inline void *allocate_lines(size_t bytes) {
 #ifdef _WIN32
     return _aligned_malloc(bytes, 64);

@@ -1,7 +1,7 @@
 /* Random numbers, as in core/noise.py: the same bits on every processor.
  *
- * Each operation here is one of IEEE arithmetic, rounded by itself, in the order of the torch
- * version: no compiler may make one operation of a product and a sum. */
+ * Each operation is a single IEEE operation, rounded separately, in the order of the torch version:
+ * compilers must not fuse a product and a sum. */
 #ifdef __clang__
 #pragma clang fp contract(off)
 #else
@@ -19,7 +19,7 @@
 MIXED(uint32_t, mixed)
 MIXED(words, all_mixed)
 
-/* Keys of draws: of rows with these keys, for a role, at positions, told apart by origins. */
+/* Keys of draws, from the keys of rows, a role, positions, and origins. */
 void draftproof_streams(const int32_t *keys /* [rows, 2] */, int64_t role,
         const int64_t *positions /* [rows, count] */,
         const int64_t *origins /* [rows, count] or null */, int32_t *out /* [rows, count, 2] */,
@@ -58,7 +58,7 @@ typedef struct {
     int64_t vocab, blocks;                      /* of LANES tokens */
 } Noise;
 
-/* Blocks, counted through all rows. */
+/* Blocks, numbered across all rows. */
 static void noisy(const void *work, int64_t first, int64_t last) {
     const Noise *of = work;
     words steps;

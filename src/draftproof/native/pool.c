@@ -1,9 +1,9 @@
-/* The threads of the library: made at first use, kept, and asleep where there is nothing to do.
+/* The threads of the library: created at first use, kept, and asleep when idle.
  *
- * One phase of work is shared out at a time. Its pieces are numbered, and a thread takes the next
- * by one atomic operation, which also fails if the phase is over: so a thread may come late, or
- * lose its core between phases, and nobody waits for it. The calling thread works too, and another
- * that calls meanwhile computes its phase alone. */
+ * One phase of work is shared at a time. Its pieces are numbered, and a thread takes the next one with
+ * an atomic operation that fails if the phase is over. So a thread may come late, or lose its core
+ * between phases, and nobody waits for it. The calling thread works too; another thread that calls in
+ * the meantime computes its phase alone. */
 #define _GNU_SOURCE
 #include "pool.h"
 #include <pthread.h>
@@ -20,10 +20,10 @@
 #include <signal.h>
 #endif
 
-/* Pieces for each thread; nanoseconds that a thread waits awake, at least and at most; the stack
- * that kernels need. */
+/* Pieces per thread; the least and the most nanoseconds that a thread spins; the stack size that
+ * kernels need. */
 enum { PIECES = 4, SHORT = 4000, LONG = 40000, STACK = 8 << 20, MOST_THREADS = 1024 };
-/* Bits of a piece's number, and the number that no phase reaches. */
+/* Bits of a piece's number, and a number that is never reached. */
 enum { PIECE_BITS = 24, LAST_PIECE = (1 << PIECE_BITS) - 1 };
 
 typedef _Atomic uint32_t Counter;
@@ -34,14 +34,14 @@ static struct {
     _Atomic(const void *) work;
     _Atomic int64_t count, pieces, threads;
     _Alignas(64) Counter done;                  /* pieces of the phase */
-    Counter waiting;                            /* whether its caller sleeps until they are */
+    Counter waiting;                            /* whether the caller sleeps until they are done */
     _Alignas(64) Counter phases;                /* so far */
     Counter asleep;                             /* threads that sleep until the next */
-    _Alignas(64) Counter taken;                 /* whether somebody shares out a phase */
+    _Alignas(64) Counter taken;                 /* whether a phase is being shared */
     int64_t made;                               /* threads; of who has `taken` the pool */
 } pool;
 
-/* Sleep while a counter has a value, and wake all who sleep on it. */
+/* Sleep while a counter has a value; wake all threads that sleep on it. */
 #ifdef __linux__
 static void sleep_on(Counter *counter, uint32_t value) {
     syscall(SYS_futex, counter, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
@@ -82,9 +82,9 @@ static int64_t nanoseconds(void) {
     return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
 }
 
-/* Wait until a counter has changed: first awake, which is sooner noticed, then asleep, so that
- * another thread may have the core. Where waiting awake was in vain, because another program has the
- * core of who is waited for, it is tried for a shorter time. */
+/* Wait until a counter has changed: first by spinning, which reacts faster, then asleep, so that
+ * another thread can use the core. If spinning was in vain, because another program uses the core of
+ * the awaited thread, the next spin is shorter. */
 static void await_change(Counter *counter, uint32_t value, Counter *sleepers) {
     static _Thread_local int64_t awake = LONG;
     for (int64_t end = 0, now = 0; now <= end; now = nanoseconds(), end = end ? end : now + awake)
@@ -101,7 +101,7 @@ static void await_change(Counter *counter, uint32_t value, Counter *sleepers) {
     atomic_fetch_sub(sleepers, 1);
 }
 
-/* Where a piece begins. Of several the first are the largest, twice the mean, and the last the
+/* The first item of a piece. The first pieces are the largest, twice the mean, and the last ones the
  * smallest, so that all threads end together. */
 static int64_t begin_of(int64_t piece, int64_t pieces, int64_t count) {
     int64_t left = pieces - piece;
@@ -109,8 +109,8 @@ static int64_t begin_of(int64_t piece, int64_t pieces, int64_t count) {
     return count - (int64_t)((double)count * (double)(left * left) / (double)(pieces * pieces));
 }
 
-/* Take pieces of the phase and compute them, until all are taken; as the thread of this number,
- * which may be one too many. */
+/* Take pieces of the phase and compute them until all are taken, as the thread of this number, which
+ * may be above the number of threads in use. */
 static void take_pieces(int64_t number) {
     for (;;) {
         uint64_t next = atomic_load(&pool.next);
@@ -119,7 +119,7 @@ static void take_pieces(int64_t number) {
         const void *work = atomic_load(&pool.work);
         Items compute = atomic_load(&pool.compute);
         if (piece >= pieces || number >= atomic_load(&pool.threads)) return;
-        /* while a piece is left the phase lasts: then all of this was read of one phase */
+        /* if a piece is left, the phase is not over, so all this was read from one phase */
         if (!atomic_compare_exchange_weak(&pool.next, &next, next + 1)) continue;
         compute(work, begin_of(piece, pieces, count), begin_of(piece + 1, pieces, count));
         if (atomic_fetch_add(&pool.done, 1) + 1 == (uint32_t)pieces && atomic_load(&pool.waiting))
@@ -137,7 +137,7 @@ static void *take_phases(void *number) {
 }
 
 #ifndef _WIN32
-/* A forked process has none of the threads, and whatever they did is not done. */
+/* A forked process has none of the threads, and their work is lost. */
 static void forget_threads(void) {
     memset(&pool, 0, sizeof pool);
 #ifndef __linux__
@@ -148,8 +148,8 @@ static void forget_threads(void) {
 static void register_fork(void) { pthread_atfork(NULL, NULL, forget_threads); }
 #endif
 
-/* Have so many threads, the calling one among them, or as many as the system grants. Signals are
- * for the program's own threads. */
+/* Set the number of threads, the calling one included, as far as the system allows. They block
+ * signals, which belong to the program's own threads. */
 static void make_threads(int64_t threads) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);

@@ -1,21 +1,21 @@
-/* Pools of nodes, the trees of the likeliest of them, and the texts they continue. */
+/* Pools of nodes, trees of the likeliest nodes, and the texts that they continue. */
 #pragma once
 #include "lanes.h"
 
-/* nodes of a pool with the same text: there are none; the best counts; they add up */
+/* nodes of a pool with equal text: none exist; the best counts; they are summed */
 enum { APART, LIKELIEST, SUMMED };
 
-/* Where trees go: tokens, parents and odds in falling order, `absent`, 0 and 0 where a row has no
- * more. widest: nodes of the largest so far. */
+/* Output of trees: tokens, parents and probabilities in descending order; `absent`, 0 and 0 after the
+ * last node of a row. widest: nodes of the largest tree so far. */
 typedef struct {
     int64_t *tokens /* [rows, nodes] */, *parents /* [rows, nodes] */;
     float *odds /* [rows, nodes] */;
     int64_t nodes, absent, widest, rows;
 } TreeOutput;
 
-/* The tree of row r: the likeliest nodes of a pool, its root among them, of equals the earlier.
- * Parents come before their children; what has none is the root once more. Nobody is likelier than
- * its parent; what has odds of 0 is not there. */
+/* The tree of row r: the likeliest nodes of a pool, with its root; among equals, the earlier first.
+ * Parents come before their children; nodes without a parent are copies of the root. No node is
+ * likelier than its parent; nodes of probability 0 are absent. */
 static inline void grow_tree(const int64_t *pool, const int64_t *above, const float *odds, int64_t size,
         int same, TreeOutput *out, int64_t r) {
     int64_t first[size], up[size], known[size], place[size], count = 0, most = out->nodes - 1;
@@ -54,13 +54,13 @@ static inline void grow_tree(const int64_t *pool, const int64_t *above, const fl
     }
 }
 
-/* Texts, and where the root of each stands. */
+/* Texts, and the position of each root. */
 typedef struct {
     const int64_t *tokens /* [rows, room] */, *positions /* [rows] */;
     int64_t rows, room;
 } Texts;
 
-/* Where the root of row r stands: never beyond its text. */
+/* The position of row r's root, clamped to its text. */
 static inline int64_t root_at(const Texts *texts, int64_t r) {
     int64_t at = texts->positions[r];
     return at < 0 ? 0 : at < texts->room ? at : texts->room - 1;

@@ -16,7 +16,7 @@ static inline lanes chosen(bits where, lanes a, lanes b) {
     return (lanes)((where & (bits)a) | (~where & (bits)b));
 }
 
-/* LANES groups of `size` numbers, which lie one after another, side by side. */
+/* Transpose LANES consecutive groups of `size` numbers. */
 static void gather(const float *from, int64_t groups, int size, lanes *to) {
     for (int i = 0; i < size; i++)
         for (int l = 0; l < LANES; l++) to[i][l] = l < groups ? from[l * size + i] : 0;
@@ -188,7 +188,7 @@ static void block_6(const float *x, const float *scales, uint8_t *to) {
         }
 }
 
-/* What a format needs: inputs and bytes of a block, and inputs that share a scale. */
+/* Properties of a format: inputs and bytes per block, and inputs per scale. */
 static const int inputs_of[] = {32, 32, 256, 256}, bytes_of[] = {34, 22, 144, 210};
 static const int group_of[] = {32, 32, 32, 16};
 
@@ -222,7 +222,7 @@ typedef struct {
     int64_t format, size, stride;
 } Rows;
 
-/* Weights in bfloat16 are never held in single precision but for a row. */
+/* Only one row of bfloat16 weights at a time is in single precision. */
 static void quantize_rows(const void *work, int64_t first, int64_t last) {
     const Rows *of = work;
     for (int64_t r = first; r < last; r++) {

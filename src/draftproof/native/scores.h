@@ -2,8 +2,8 @@
 #pragma once
 #include "model.h"
 
-/* Scores of one row of logits: over its heat, plus noise where there is some, rounded as torch
- * rounds. Past the end -inf. */
+/* Scores of one row of logits: divided by its temperature, plus noise if any, rounded as torch does.
+ * -inf past the end. */
 static inline lanes heated(const bf16 *logits, const float *noise, float heat, int64_t i,
         int64_t vocab) {
     int64_t some = vocab - i < LANES ? vocab - i : LANES;
@@ -15,16 +15,17 @@ static inline lanes heated(const bf16 *logits, const float *noise, float heat, i
     return score;
 }
 
-/* Put the scores of tokens from i on among the `count` best; of equals the earlier, and never NaN. */
+/* Insert the scores of tokens from i on into the `count` best; among equals, the earlier first; never
+ * NaN. */
 static inline void chosen(lanes score, int64_t i, Scored *best, int64_t count) {
     if (!some_of(score > best[count - 1].score)) return;
     for (int l = 0; l < LANES; l++)
         if (score[l] > best[count - 1].score) ranked(best, count, score[l], i + l);
 }
 
-/* The scores [vocab, and LANES more] of one row of logits, the `count` best of them, of equals the
- * earlier, and the logarithm of the sum of all, each by trust times its score less the best.
- * INFINITY where there is nothing to choose, or a logit is NaN. */
+/* The scores [vocab, and LANES more] of one row of logits, and the `count` best of them, among equals
+ * the earlier first. Returns the logarithm of the sum of exp(scale * (score - best)); INFINITY if
+ * nothing can be chosen, or a logit is NaN. */
 static float weighed(const bf16 *logits, const float *noise, float heat, float trust, int64_t vocab,
         float *scores, Scored *best, int64_t count) {
     for (int64_t k = 0; k < count; k++) best[k] = (Scored){-INFINITY, 0};
