@@ -289,7 +289,7 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
         ".attention.head_count_kv": config.num_key_value_heads,
         ".attention.layer_norm_rms_epsilon":
             getattr(config, "rms_norm_eps", None) or config.norm_eps,
-        ".attention.key_length": head_dim,
+        ".attention.key_length": head_dim, ".attention.value_length": head_dim,
         ".rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
         ".rope.freq_base": float(rope["rope_theta"]),
     }  # fmt: skip
@@ -299,6 +299,9 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
     if kind in ("yarn", "longrope"):
         keys[".rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if kind == "longrope":
+        first = rope["original_max_position_embeddings"]
+        growth = np.log(config.max_position_embeddings / first) / np.log(first)
+        keys[".rope.scaling.attn_factor"] = float(np.sqrt(1 + growth))
         for length in ("long", "short"):
             tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"])
     if kind == "llama3":
@@ -323,6 +326,7 @@ def settings(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> 
         width = config.qk_nope_head_dim + config.qk_rope_head_dim
         keys |= {".attention.head_count_kv": 1, ".attention.kv_lora_rank": config.kv_lora_rank,
                  ".attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+                 ".attention.value_length": config.kv_lora_rank,
                  ".attention.key_length_mla": width, ".rope.dimension_count": 8,
                  ".attention.value_length_mla": config.v_head_dim}  # fmt: skip
         if config.q_lora_rank:
