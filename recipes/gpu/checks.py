@@ -234,10 +234,10 @@ def launches(part: Part) -> None:
 def exact_bits(part: Part) -> None:
     """Row-invariant kernels: the same bits for every number of rows, and what they cost."""
     if part.device != "cuda":
-        part.add({"exact bits": "only on cuda; tests/bench/test_exact_bits.py interprets them"})
+        part.add({"exact bits": "only on cuda; tests/forward/test_exact_bits.py interprets them"})
         return
     try:
-        import exact_bits as kernels
+        from draftproof.forward import exact_bits as kernels
     except ImportError as error:
         part.add({"exact bits": f"not run: {error}"})
         return

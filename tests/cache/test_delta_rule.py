@@ -36,11 +36,11 @@ def test_the_rule_of_transformers_with_the_same_bits_in_blocks_and_token_by_toke
     state = before
     for token in range(tokens):
         part = slice(token, token + 1)
-        item = delta_rule(query[:, part], key[:, part], value[:, part], decay[:, part],
+        token_alone = delta_rule(query[:, part], key[:, part], value[:, part], decay[:, part],
                          rate[:, part], state)
-        assert item is not None
-        state, after = item[1].last, torch.empty_like(before[0])
-        assert torch.equal(item[0], done[0][:, part])
+        assert token_alone is not None
+        state, after = token_alone[1].last, torch.empty_like(before[0])
+        assert torch.equal(token_alone[0], done[0][:, part])
         done[1].after(rows - 1, token + 1, after)
         assert torch.equal(after, state[rows - 1]), "a state after part of a block"
 
@@ -82,25 +82,25 @@ def test_a_token_has_the_same_bits_however_many_are_read_with_it() -> None:
                   linear_value_head_dim=16, initializer_range=0.2, bos_token_id=None,
                   eos_token_id=None, pad_token_id=None).bfloat16()
     pack_linears(model)
-    mine, read = Target(model), dict[int, torch.Tensor]()
+    target, read = Target(model), dict[int, torch.Tensor]()
     for width in (1, 2, 3, 12):
-        cache = mine.new_cache(1, 64)
-        mine.read(TokenTree.chain(torch.arange(1, 6)[None]), cache)
+        cache = target.new_cache(1, 64)
+        target.read(TokenTree.chain(torch.arange(1, 6)[None]), cache)
         cache.keep(None, torch.tensor([5]))
         parts = []
         for start in range(6, 18, width):
             tokens = torch.arange(start, start + width)[None]
-            mine.read(TokenTree.chain((tokens + 40) % 96), cache)    # rejected as a whole but first
-            parts.append(mine.read(TokenTree.chain(tokens), cache).logits)
+            target.read(TokenTree.chain((tokens + 40) % 96), cache)         # and commit nothing
+            parts.append(target.read(TokenTree.chain(tokens), cache).logits)
             cache.keep(None, torch.tensor([width]))
         read[width] = torch.cat(parts, 1)
     assert all(torch.equal(logits, read[1]) for logits in read.values())
 
 
 def test_torch_runs_on_one_thread_while_ours_run_on_all() -> None:
-    threads, ours = torch.get_num_threads(), thread_count()
+    threads, of_kernels = torch.get_num_threads(), thread_count()
     with torch_alone():
         with torch_alone():
-            assert (torch.get_num_threads(), thread_count()) == (1, ours)
+            assert (torch.get_num_threads(), thread_count()) == (1, of_kernels)
         assert torch.get_num_threads() == 1
-    assert (torch.get_num_threads(), thread_count()) == (threads, ours)
+    assert (torch.get_num_threads(), thread_count()) == (threads, of_kernels)

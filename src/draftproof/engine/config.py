@@ -106,6 +106,8 @@ class EngineConfig:
         graphs: Record forward passes and replay them.
         bucket_size: Static shapes, with room for texts in multiples of so many tokens.
         compile: Let torch.compile build the forward passes.
+        exact_bits: Give each token the same bits alone and among drafts; refused where that cannot
+            be kept.
         trust_remote_code: Run the code that comes with a model.
         ignore_generation_config: Names of settings of the model's generation_config to leave out.
         tokenizer: Another tokenizer than the model's own.
@@ -167,6 +169,8 @@ class EngineConfig:
     compile: bool = _hardware(
         False, "Let torch.compile build the forward passes; the first text waits for it.",
         type=bool)
+    exact_bits: bool = _hardware(
+        False, "Give each token the same bits alone and among drafts, on a GPU too.", type=bool)
     trust_remote_code: bool = _model(
         False, "Run the code that comes with a model. It can do whatever you can: read it first.",
         type=bool)
@@ -301,6 +305,7 @@ class LoadOptions(TypedDict, total=False):
     graphs: bool
     bucket_size: int | None
     compile: bool
+    exact_bits: bool
     trust_remote_code: bool
     ignore_generation_config: str | None
     tokenizer: PreTrainedTokenizerBase | str | Path | None

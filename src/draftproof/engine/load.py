@@ -117,6 +117,13 @@ def build(config: EngineConfig) -> Engine:
     if drafter is None:
         doing(f"preparing the drafter {_shown(config.assistant_model or config.drafter or '')}")
         drafter = itself(target) if itself is not None else _drafter(config, target, codec)
+    if config.exact_bits:
+        from draftproof.model.exact_target import exact
+
+        if config.compile or config.graphs:
+            raise BadInput("--exact-bits runs kernels of its own; leave --compile and "
+                           "--use-hpu-graphs out")
+        target = exact(target)
     if config.compile or config.graphs:
         from draftproof.model.graph_replay import GraphReplay, compiled
 
