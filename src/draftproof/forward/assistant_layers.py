@@ -1,6 +1,6 @@
-"""The assistant models of Gemma 4: layers of queries alone, over keys and values of the target.
+"""The assistant models of Gemma 4, whose layers attend to the target's keys and values.
 
-Knows transformers, whose modules are run one by one, and nothing of how anything is drafted.
+Runs transformers' modules one by one; knows nothing of how tokens are drafted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 class AssistantLayers(nn.Module):
-    """An assistant's weights by their published names, without values yet.
+    """An assistant's modules under their published names, before weights are loaded.
 
     Attributes:
         kinds: The kind of attention of each layer.
-        window: Of the sliding layers.
-        backbone: Numbers of the target's hidden states.
-        vocab_size: Tokens.
+        window: The window of the sliding layers.
+        backbone: The size of the target's hidden states.
+        vocab_size: The number of tokens.
     """
 
     def __init__(self, settings: Mapping[str, Any], name: str) -> None:
@@ -33,7 +33,7 @@ class AssistantLayers(nn.Module):
         kind = str(settings["model_type"])
         try:
             config, self.model = _body(settings)
-        except Exception as error:                      # a family checks its settings as it likes
+        except Exception as error:                      # families raise errors of any class
             raise DrafterMismatch(
                 f"the layers of {name} ({kind}) cannot be made: {first_line(error)}; fetch its "
                 "config.json again"
@@ -52,7 +52,7 @@ class AssistantLayers(nn.Module):
             self.masked_embedding = MaskedEmbedding(size, self.vocab_size, count, best)
 
     def shape(self, number: int) -> tuple[int, int]:
-        """Key heads, and numbers of a head, that a layer attends to."""
+        """The number and size of the key heads that a layer attends to."""
         layer = self.text.per_layer_config[number]
         return int(layer.num_key_value_heads), int(layer.head_dim)
 
@@ -60,14 +60,14 @@ class AssistantLayers(nn.Module):
         self, embedded: Tensor, hidden: Tensor, positions: Tensor,
         shared: Mapping[str, tuple[Tensor, Tensor]], masks: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """States [B, N, h] that `logits` reads, and the hidden states [B, N, H] to go on with.
+        """Return states [B, N, h] for `logits`, and hidden states [B, N, H] for the next step.
 
         Args:
             embedded: [B, N, H] the target's embedding of each token.
-            hidden: [B, N, H] the target's state, or what took its place, before each token.
+            hidden: [B, N, H] the state before each token: the target's, or an earlier result.
             positions: [B, N].
-            shared: By kind of attention, the target's keys and values.
-            masks: By kind, [B, 1, N, S] what is seen of them.
+            shared: The target's keys and values by kind of attention.
+            masks: The masks [B, 1, N, S] by kind of attention.
         """
         states = self.pre_projection(torch.cat([embedded, hidden], -1))
         body: Any = self.model
@@ -81,7 +81,7 @@ class AssistantLayers(nn.Module):
         return states, cast(Tensor, self.post_projection(states))
 
     def logits(self, states: Tensor) -> Tensor:
-        """[..., V]; with an ordered embedding, -inf but for tokens of the nearest centroids."""
+        """[..., V] logits; with an ordered embedding, -inf but for the best centroids' tokens."""
         body: Any = self.model
         table = body.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if self.masked_embedding is None:
@@ -93,8 +93,8 @@ class AssistantLayers(nn.Module):
 
 
 class MaskedEmbedding(nn.Module):
-    """Which tokens are near a state: those of the best of so many centroids, in groups of equal
-    size by the order of the tokens."""
+    """Selects the tokens near a state: those of its best centroids, each of which stands for an
+    equally large group of consecutive tokens in `token_ordering`."""
 
     token_ordering: Tensor
 
@@ -104,17 +104,17 @@ class MaskedEmbedding(nn.Module):
         self.register_buffer("token_ordering", torch.empty(vocab_size, dtype=torch.int64))
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., K] tokens, of states [..., h]."""
+        """Return the tokens [..., K] near states [..., h]."""
         scores = self.centroids(states)
         order = self.token_ordering.view(scores.shape[-1], -1)
         return order[scores.topk(min(self.best, scores.shape[-1]), -1).indices].flatten(-2)
 
 
 def _body(settings: Mapping[str, Any]) -> tuple[Any, nn.Module]:
-    """The configuration, and the text model of its layers, all of which take shared keys.
+    """The configuration and its text model, all of whose layers use shared keys.
 
-    transformers 5.23 makes no model whose layers are all of that kind, so as many of another kind
-    are made in front of them, and left out."""
+    transformers 5.23 cannot build a model with such layers alone, so as many of the other kind are
+    built in front of them and then removed."""
     from transformers import AutoConfig, AutoModel
 
     rest = {key: value for key, value in settings.items() if key != "model_type"}
@@ -131,6 +131,6 @@ def _body(settings: Mapping[str, Any]) -> tuple[Any, nn.Module]:
     with torch.device("meta"):
         model = AutoModel.from_config(double)
     model.layers = model.layers[count:]
-    with torch.device("cpu"):                           # it has values from the start
+    with torch.device("cpu"):                           # its buffers need values at once
         model.rotary_emb = type(model.rotary_emb)(double)
     return config, cast(nn.Module, model)

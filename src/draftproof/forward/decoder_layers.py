@@ -1,7 +1,7 @@
-"""The parts of a decoder layer, of whichever family: what is called, with which weights.
+"""The parts of a decoder layer of any family: its modules and their weights.
 
-The families differ in which parts they have: norms over heads and of what layers add, rotation of
-part of a head or none, windows, several rotary bases, multipliers.
+Not every family has all parts: norms over heads and of a layer's output, rotation of all, part or
+none of a head, windows, several rotary bases, multipliers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Linear = Callable[[Tensor], Tensor]
 class AttentionKind(NamedTuple):
     """How the heads of a layer attend.
 
-    rope: whose rotary base they use, if there are several. rotary_dim: how many numbers of a head
-    are rotated. window: how many positions back they see, if not all.
+    rope: name of their rotary base, if there are several. rotary_dim: how many dimensions of a head
+    are rotated. window: how many positions back they see; None: all.
     """
 
     rope: str | None
@@ -34,17 +34,17 @@ class AttentionKind(NamedTuple):
 
 
 class DecoderLayer(NamedTuple):
-    """One layer: what it calls, and its weights as our kernels read them."""
+    """One layer: its modules, and its weights in the form our kernels read."""
 
     input_norm: Linear
     qkv: Linear
     head_norm: Linear | None        # over each head of queries and keys
     output: Linear
-    post_attention: Linear | None   # a norm of what attention adds
+    post_attention: Linear | None   # norm of the attention's output
     mlp_norm: Linear
     gate_up: Linear
     down: Linear
-    post_mlp: Linear | None         # a norm of what the MLP adds
+    post_mlp: Linear | None         # norm of the MLP's output
     heads: int
     key_heads: int
     inner_size: int
@@ -52,7 +52,7 @@ class DecoderLayer(NamedTuple):
     kind: int                       # index of its AttentionKind
     # [.] float32: input, mlp, query, key, post-attention, post-mlp norms
     weights: tuple[Tensor | None, ...]
-    # qkv, output, gate_up and down, where our kernels read them
+    # qkv, output, gate_up and down; None where our kernels cannot read them
     natives: tuple[Native | None, ...]
 
 
@@ -62,17 +62,17 @@ Angles = Callable[[AttentionKind, Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder as our forward reads it, whatever it was built from.
+    """A decoder in the form our forward reads, whatever it was built from.
 
     Attributes:
-        context: Positions the model knows.
-        embed_scale: What embeddings are multiplied by.
-        residual_scale: What each layer's contribution is multiplied by.
-        gelu: Gates are GELU by tanh, or else SiLU.
+        context: The number of positions that the model supports.
+        embed_scale: The factor of the embeddings.
+        residual_scale: The factor of each layer's contribution.
+        gelu: Whether gates are GELU (tanh approximation) rather than SiLU.
         norm: The final norm; `norm_weight` is its weight, [H] float32.
-        kinds: The kinds of attention that layers refer to.
-        head: Logits of hidden states after the final norm; `native_head` as our kernels read it.
-        dtypes: Of embeddings and norms; our kernels want bfloat16 alone.
+        kinds: The kinds of attention, to which layers refer by index.
+        head: Computes logits of normed states; `native_head` is its form for our kernels.
+        dtypes: The dtypes of embeddings and norms; our kernels need all to be bfloat16.
     """
 
     dtype: torch.dtype
@@ -96,13 +96,13 @@ class Decoder:
 
 
 def native_of(module: nn.Module) -> Native | None:
-    """A layer, or the whole it is a part of, as our kernels read it."""
+    """A layer, or the joint layer it is a slice of, in the form our kernels read."""
     linear = module.whole if isinstance(module, PackedSlice) else module
     return linear.native if isinstance(linear, JointLinear) else None
 
 
 def bare(module: nn.Module) -> Linear:
-    """A module's forward without the call protocol around it."""
+    """A module's forward, without the overhead of calling the module."""
     if type(module) is nn.Linear and "forward" not in module.__dict__:     # some quantisers wrap it
         weight, bias = module.weight, module.bias
         return lambda inputs: F.linear(inputs, weight, bias)

@@ -1,6 +1,6 @@
-"""Decoder layers of transformers' families outside of a model, for drafters that bring their own.
+"""Decoder layers of transformers' families, without a model, for drafters that have layers.
 
-Knows transformers, and nothing of how anything is drafted.
+Knows transformers; knows nothing of how tokens are drafted.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ BENIGN = {
 
 
 class DraftLayers:
-    """Some decoder layers, without weights yet, their rotary positions and windows.
+    """Decoder layers before weights are loaded, with their rotary embeddings and windows.
 
-    norm: the family's norm of a width, as a module without weights.
+    norm: makes the family's norm of a given width, as a module without weights.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class DraftLayers:
     def run(
         self, number: int, hidden: Tensor, angles: tuple[Tensor, Tensor], mask: Mask, cache: KVCache
     ) -> Tensor:
-        """[B, N, H] what a whole layer makes of `hidden`; keys and values go into the cache."""
+        """[B, N, H] a layer's output for `hidden`; keys and values are written to the cache."""
         out = self.layers[number](
             hidden, position_embeddings=angles, attention_mask=mask(self.windows[number]),
             **{self._cache_argument: _for_module(cache)},
@@ -80,7 +80,7 @@ class DraftLayers:
     def attend(
         self, number: int, inputs: Tensor, angles: tuple[Tensor, Tensor], mask: Mask, cache: KVCache
     ) -> Tensor:
-        """[B, N, H] what the attention of a layer alone makes of `inputs`."""
+        """[B, N, H] the output of a layer's attention alone for `inputs`."""
         out = self.layers[number].self_attn(
             hidden_states=inputs, position_embeddings=angles,
             attention_mask=mask(self.windows[number]), **{self._cache_argument: _for_module(cache)},
@@ -90,7 +90,7 @@ class DraftLayers:
     def keys_values(
         self, number: int, inputs: Tensor, angles: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """[B, heads, N, D] the keys and values that a layer's attention makes of `inputs`."""
+        """[B, heads, N, D] the keys and values of a layer's attention for `inputs`."""
         attention = self.layers[number].self_attn
         heads = (*inputs.shape[:2], -1, attention.head_dim)
         keys = attention.k_norm(attention.k_proj(inputs).view(heads)).transpose(1, 2)
@@ -101,7 +101,7 @@ class DraftLayers:
         return keys * cos + turned * sin, values
 
     def shapes(self, width: Callable[[int], int]) -> list[LayerShape]:
-        """What each layer, whose attention reads `width(number)` numbers, stores of a token."""
+        """What each layer stores per token, where its attention reads `width(number)` numbers."""
         from transformers import DynamicCache
 
         shapes, cache = list[LayerShape](), DynamicCache()
@@ -116,10 +116,10 @@ class DraftLayers:
 
 
 def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> DraftLayers:
-    """The layers that a checkpoint's settings describe, by their `model_type`.
+    """Make the layers that a checkpoint's settings describe, by their `model_type`.
 
-    known: settings that the caller reads. Any other that the family does not read either is
-    refused: a flag that is not understood is a weaker draft.
+    known: settings that the caller reads. A setting that neither the caller nor the family reads is
+    refused, since ignoring it would make drafts worse.
     """
     from transformers import AutoConfig, AutoModel
 
@@ -131,7 +131,7 @@ def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> Dr
         with torch.device("meta"):
             body = AutoModel.from_config(config)
         rotary = type(body.rotary_emb)(config)
-    except Exception as error:                      # a family checks its settings as it likes
+    except Exception as error:                      # families raise errors of any class
         raise DrafterMismatch(
             f"the layers of {name} ({kind}) cannot be made: {first_line(error)}; fetch its "
             "config.json again"
@@ -142,14 +142,14 @@ def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> Dr
 
 
 def base_settings() -> set[str]:
-    """Settings that any configuration of transformers may have, and that describe no layer."""
+    """Settings of every transformers configuration, which describe no layer."""
     from transformers import PreTrainedConfig
 
     return {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
 
 def refuse_unknown(settings: Mapping[str, object], known: Collection[str], name: str) -> None:
-    """Refuse settings that nobody reads, unless their value means that something is off."""
+    """Refuse settings that nothing reads, unless their value switches a feature off."""
     for key, value in settings.items():
         off = value is None or value in (False, 0, "", [], {})
         if key not in known and not off:
@@ -157,7 +157,7 @@ def refuse_unknown(settings: Mapping[str, object], known: Collection[str], name:
 
 
 def refuse_setting(key: str, value: object, name: str) -> NoReturn:
-    """Refuse a drafter that asks for what is not implemented here."""
+    """Refuse a drafter whose settings need something that is not implemented."""
     raise DrafterMismatch(
         f"{name} has the setting {key} = {value!r:.60}, which is not known here; it would draft "
         "worse without it, and is not loaded"
@@ -165,12 +165,12 @@ def refuse_setting(key: str, value: object, name: str) -> NoReturn:
 
 
 def layers_like(model: Any, count: int) -> DraftLayers:
-    """Layers of the class of a model's last one, with full attention, as its multi-token prediction
-    has them.
+    """Make layers of the same class as a model's last layer, with full attention, as in its
+    multi-token prediction.
 
     Args:
-        model: A transformers module, or a native model, whose configuration then says the class.
-        count: How many.
+        model: A transformers module, or a native model, whose configuration names the class.
+        count: The number of layers.
     """
     module = hasattr(model, "get_decoder")
     body: Any = model.get_decoder() if module else None
@@ -196,11 +196,11 @@ def layers_like(model: Any, count: int) -> DraftLayers:
 
 
 def family_settings(model: Any, changed: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """Every setting of a model's configuration, those at their defaults too.
+    """Every setting of a model's configuration, including defaults.
 
     Args:
         model: A transformers module or a native model.
-        changed: What the configuration has instead.
+        changed: Settings to replace.
     """
     native = hasattr(model.config, "settings")
     config = _config_of(model.config.settings) if native else model.config.get_text_config()
@@ -218,10 +218,10 @@ def _config_of(settings: Mapping[str, object]) -> PreTrainedConfig:
 
 
 def sparse_mlp(config: PreTrainedConfig, settings: Mapping[str, Any]) -> nn.Module:
-    """A mixture of experts with one that is always used, as Qwen3-Next has it, without weights.
+    """A mixture of experts with a shared expert, as in Qwen3-Next, without weights.
 
     Args:
-        config: Of the layers it stands in.
+        config: The configuration of its layers.
         settings: `num_experts`, `num_experts_per_tok`, `moe_intermediate_size`,
             `shared_expert_intermediate_size` and `norm_topk_prob`.
     """
@@ -241,7 +241,7 @@ def layer_count(model: PreTrainedModel) -> int:
 
 
 def checkpoint_folder(model: PreTrainedModel) -> Path:
-    """Where a model's weights were read from; raises ModelNotFound if that is not to be found."""
+    """The folder of a model's weights; raises ModelNotFound if it cannot be found."""
     from transformers.utils.hub import cached_file
 
     name = str(model.config.name_or_path)
@@ -262,7 +262,7 @@ def checkpoint_folder(model: PreTrainedModel) -> Path:
 def masks(
     tree: TokenTree, cache: KVCache, span: int, dtype: torch.dtype, first: int, hidden: int = 0
 ) -> Mask:
-    """The masks of a read of nodes `first:` that see no slot below `hidden`."""
+    """The masks of a read of the nodes `first:`, which hide all slots below `hidden`."""
     made: dict[int | None, Tensor] = {}
 
     def mask(window: int | None) -> Tensor:
@@ -275,5 +275,5 @@ def masks(
 
 
 def _for_module(cache: Any) -> Any:
-    """A cache as transformers' layers take it."""
+    """A cache in the form that transformers' layers take."""
     return cache.for_module() if isinstance(cache, KVCache) else cache

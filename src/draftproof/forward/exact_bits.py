@@ -1,10 +1,10 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator,no-untyped-def"
-"""Products, attention and norms whose bits for a token do not depend on how many are read with it.
+"""Products, attention and norms that give a token the same bits however many are read with it.
 
-Libraries choose tile shapes and split sums by the number of rows, so a token gets other bits when
-it is verified among drafts than when it is decoded alone. Here every tile has one shape, every sum
-runs over blocks in one order, and nothing is split between programs. Attention sums over the keys
-that a query sees in the order of the text, wherever a tree put them. The kernels are written in
+Libraries choose tile shapes and split sums by the number of rows, so a token gets different bits
+when it is verified among drafts and when it is decoded alone. Here all tiles have one shape, every
+sum runs over blocks in a fixed order, and no sum is split between programs. Attention sums over the
+keys that a query sees in text order, wherever a tree put them. The kernels are written in
 Triton. They were run by its interpreter on a CPU (TRITON_INTERPRET=1) and never on a GPU.
 """
 
@@ -108,14 +108,14 @@ def _attend(
 
 
 def in_order(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The slots that each query sees, in the order of the text: a path of a tree lies in ascending
-    slots, as the text before it does.
+    """The slots that each query sees, in text order: a path of a tree lies in ascending slots, as
+    the text before it does.
 
     Args:
         mask: Bool [B, N, S], true where a query may look.
 
     Returns:
-        [B, N, S] slots, those that are seen in front, and [B, N] how many these are.
+        [B, N, S] slots, with visible ones first, and [B, N] the numbers of visible slots.
     """
     order = mask.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return order, mask.sum(-1)
@@ -130,9 +130,9 @@ def attention(
         query: [B, heads, N, width]; the width is a power of two.
         key: [B, heads of the cache, S, width].
         value: As `key`.
-        order: [B, N, S], as `in_order` has it; it decides the order of the sum.
-        count: [B, N].
-        scale: What scores are multiplied by.
+        order: [B, N, S] slots from `in_order`, in which the sum runs.
+        count: [B, N] counts from `in_order`.
+        scale: The factor of the scores.
 
     Returns:
         [B, heads, N, width].
@@ -207,15 +207,15 @@ def _last_alone(name: str, x: Tensor, dim: Any) -> None:
 
 
 def _matmul(left: Tensor, right: Tensor, *args: Any, **more: Any) -> Tensor:
-    """Of one column and one row, as positions and frequencies are: products without sums."""
+    """The product of a column and a row, such as positions and frequencies, which sums nothing."""
     if left.shape[-1] != 1:
         raise UnsupportedModel("a matrix product other than of a linear layer would not keep bits")
     return left * right
 
 
 class ExactBits(TorchFunctionMode):
-    """Within this, what a forward sums is summed by these kernels; what would sum in another order
-    with other rows, and has no kernel here, raises UnsupportedModel."""
+    """A block in which these kernels compute a forward's sums. An operator without a kernel here,
+    whose order of summing may depend on other rows, raises UnsupportedModel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,8 +261,8 @@ REFUSED = {"bmm", "baddbmm", "mm", "addmm", "einsum", "conv1d", "softmax", "log_
 
 
 def invariance(device: str, dtype: torch.dtype, widths: tuple[int, ...] = (1, 2, 17)) -> Any:
-    """Largest differences of the first row's bits when others are read with it: of our product, of
-    torch's, and of our attention; and the error of each against float64."""
+    """Measure the largest change of the first row when others are read with it, for our product,
+    torch's, and our attention; and the error of each against float64."""
     dice = torch.Generator().manual_seed(0)
     x = torch.randn(max(widths), 192, generator=dice, dtype=torch.float32).to(device, dtype)
     weight = torch.randn(100, 192, generator=dice, dtype=torch.float32).to(device, dtype)

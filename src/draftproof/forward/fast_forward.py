@@ -1,8 +1,8 @@
-"""A short forward for the common families: the model's own layers, called without the machinery
-around them.
+"""A short forward for the common families: the model's layers, called without the overhead of
+their modules.
 
-It is used where a load-time read agrees with the model's own forward, and nowhere else. On CPUs
-with kernels `fused_forward` reads up to 64 nodes.
+It is used only where it agrees with the model's own forward in the check at load. On CPUs with
+kernels, `fused_forward` reads up to 64 nodes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ AVX-512 alone up to three do."""
 
 
 class FastForward:
-    """The forward of a decoder, by torch's operators and, on CPUs that have them, our kernels.
+    """The forward of a decoder by torch's operators and, where a CPU has them, our kernels.
 
     Args:
-        decoder: The parts it calls.
-        use_kernels: Whether reads may be made by our kernels in one call, where they fit.
+        decoder: The parts of the decoder.
+        use_kernels: Whether our kernels may compute whole reads in one call, where they fit.
     """
 
     def __init__(self, decoder: Decoder, *, use_kernels: bool = True) -> None:
@@ -47,18 +47,18 @@ class FastForward:
         self.native = not any(weight is None for weight in natives)
         self.sharing = self.layers[0].heads // self.layers[0].key_heads
         self.fused = FusedForward.of(self) if use_kernels else None
-        self.backend: str | None = None                     # what compiled `forward`, if one did
+        self.backend: str | None = None                     # the compiler of `forward`, if any
         self.forward: Callable[..., tuple[Tensor, Tensor | None]] = self._forward
 
     def compile(self, backend: str) -> None:
-        """Have the forward compiled for each shape it meets."""
+        """Compile the forward for each shape that it is called with."""
         self.backend = backend
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
         self.forward = torch.compile(self._forward, backend=backend, dynamic=False, fullgraph=True)
 
     def with_decoder(self, decoder: Decoder) -> FastForward:
-        """The same forward of another decoder: compiled if this is, without kernels if this is."""
+        """The same forward for another decoder, with this one's compiler and use of kernels."""
         other = FastForward(decoder, use_kernels=not (self.native and self.fused is None))
         if self.backend is not None:
             other.compile(self.backend)
@@ -70,8 +70,8 @@ class FastForward:
     ) -> tuple[Tensor, Tensor | None]:
         """Read the nodes `first:`, whose tokens are `tokens` [B, W], into the scratch of the cache.
 
-        Absent ones are read as some token. Returns logits [B, W, V] (or [B, 1, V]) and hidden
-        states [B, W, T, H] of `hidden_layers`, as transformers counts them.
+        Absent nodes are read as an arbitrary token. Returns logits [B, W, V] (or [B, 1, V]) and
+        hidden states [B, W, T, H] of `hidden_layers`, numbered as in transformers.
         """
         if self.fused is not None and self.fused.takes(tokens.shape[1], cache):
             cache.reserve(tree.tokens.shape[1])
@@ -85,14 +85,14 @@ class FastForward:
         return self.forward(tokens, positions, masks, cache, last_only, hidden_layers)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """[..., H] hidden states before the first layer; an unknown token is read as the nearest
-        known one."""
+        """[..., H] hidden states before the first layer; a token outside of the vocabulary is read
+        as the nearest one inside."""
         hidden = self.embed.rows(tokens.clamp(0, self.embed.shape[0] - 1))
         scale = self.decoder.embed_scale
         return hidden if scale == 1 else hidden * scale
 
     def angles(self, kind: AttentionKind, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, W, D] cosines and sines of positions [B, W]; what is not rotated has the angle 0."""
+        """[B, W, D] cosines and sines of positions [B, W]; the angle is 0 without rotation."""
         cos, sin = self.decoder.angles(kind, positions, self.dtype)
         rest = self.head_dim - cos.shape[-1]
         return (F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))) if rest else (cos, sin)
@@ -118,20 +118,20 @@ class FastForward:
     def layer(
         self, layer: DecoderLayer, store: KVLayer, hidden: Tensor, positions: Tensor, mask: Tensor
     ) -> Tensor:
-        """[B, W, H] the states after one layer, which may be another decoder's of this form.
+        """[B, W, H] the states after one layer, which may belong to another decoder of this form.
 
         Args:
-            layer: The layer; its kind of attention is one of this decoder's.
+            layer: The layer, whose kind of attention is one of this decoder's.
             store: Where its keys and values are written.
             hidden: [B, W, H] the states before it.
             positions: [B, W].
-            mask: As of `tree_mask`.
+            mask: A mask as from `tree_mask`.
         """
         cos, sin = self._rotation(self.kinds[layer.kind], positions)
         return self._layer(layer, store, hidden, cos, sin, self._folded(mask))
 
     def _folded(self, mask: Tensor) -> Tensor:
-        """A mask for queries of heads that share keys, which are read as one head's."""
+        """The mask where query heads that share keys are read as one head."""
         copies = self.sharing * -(-QUERIES // (mask.shape[2] * self.sharing))
         return mask.repeat(1, 1, copies, 1) if copies > 1 else mask
 
@@ -139,7 +139,7 @@ class FastForward:
         self, layer: DecoderLayer, store: KVLayer, hidden: Tensor, cos: Tensor, sin: Tensor,
         mask: Tensor,
     ) -> Tensor:
-        """[B, W, H] the states after a layer."""
+        """[B, W, H] the states after one layer."""
         attended = self._attend(layer, store, layer.input_norm(hidden), cos, sin, mask)
         hidden = hidden + self._added(attended, layer.post_attention)
         gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
@@ -147,14 +147,14 @@ class FastForward:
         return hidden + self._added(layer.down(gated * up), layer.post_mlp)
 
     def _added(self, delta: Tensor, norm: Linear | None) -> Tensor:
-        """What a layer adds to the residual stream."""
+        """A layer's contribution to the residual stream."""
         if norm is not None:
             return norm(delta)
         scale = self.decoder.residual_scale
         return delta if scale == 1 else delta * scale
 
     def _rotation(self, kind: AttentionKind, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, 1, W, D] cosines, and sines signed: to swap halves then rotates by a quarter turn."""
+        """[B, 1, W, D] cosines, and sines with signs that make swapping halves a quarter turn."""
         (cos, sin), half = self.angles(kind, positions), kind.rotary_dim // 2
         return cos[:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[:, None]
 

@@ -1,8 +1,8 @@
-"""The fast forward in one call of C: bfloat16 or 8-bit layers, on a CPU with kernels for them.
+"""The fast forward in one C call: bfloat16 or 8-bit layers, on a CPU with kernels for them.
 
-Half of a small model's step goes into starting operators; here all from tokens to logits is one
-call. Attention sums in the order of the text, so a node has the same bits in a tree, in a chain,
-in a batch and alone.
+Starting operators takes half of a small model's step; here one call goes from tokens to logits.
+Attention sums in text order, so a node has the same bits in a tree, in a chain, in a batch and
+alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ NODES = 64
 
 
 class Tables(NamedTuple):
-    """What lies between tokens and hidden states, as our kernels read it, for draft heads."""
+    """The embeddings and the head of a model in the form our kernels read, for draft heads."""
 
     embeddings: Native
     head: Native
-    owner: object                   # whose memory the head lies in
+    owner: object                   # keeps the head's memory alive
 
     @classmethod
     def of(cls, fast: FastForward) -> Tables | None:
-        """Of a model that our kernels read."""
+        """The tables of a model; None if our kernels cannot read it."""
         head, table = fast.native_head, fast.embed.native
         if fast.fused is None or head is None or table is None:
             return None
@@ -53,7 +53,7 @@ class FusedForward:
     def __init__(self, fast: FastForward, library: Kernels, head: Native, table: Native) -> None:
         decoder = fast.decoder
         self.fast, self.kernels, self.head = fast, library, head
-        # cosines and sines [reach, D] of each kind
+        # cosines and sines [reach, D] for each kind
         self._ways, self._rope_positions = (Way * len(fast.kinds))(), 0
         self._rope_tables = list[tuple[Tensor, Tensor]]()
         layers = array_of("Layer", [
@@ -63,12 +63,12 @@ class FusedForward:
             layers, len(layers), decoder.gelu, decoder.norm_weight, table, head,
             Norm(decoder.epsilon, decoder.residual_scale), decoder.embed_scale
         )
-        # numbers a token needs on its way through a layer
+        # scratch numbers per token within a layer
         self._work = work_of(self._model)
 
     @staticmethod
     def of(fast: FastForward) -> FusedForward | None:
-        """For a model the kernels can serve, on a machine that has them."""
+        """The fused forward; None where the kernels cannot read the model or do not exist."""
         sizes = (
             fast.decoder.hidden_size, fast.head_dim, *(layer.inner_size for layer in fast.layers)
         )
@@ -82,7 +82,7 @@ class FusedForward:
         return FusedForward(fast, library, head, table)
 
     def takes(self, nodes: int, cache: KVCache) -> bool:
-        """Whether a read of so many nodes into this cache can be done here."""
+        """Whether a read of this many nodes into this cache is possible here."""
         known = type(cache.layers[0]) in (KVLayer, Int8Layer) and cache.stores is not None
         return known and nodes <= NODES and cache.holds(nodes)
 
@@ -90,7 +90,7 @@ class FusedForward:
         self, tokens: Tensor, tree: TokenTree, first: int, cache: KVCache, last_only: bool,
         hidden_layers: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """As `FastForward`. In a batch, absent nodes are not read."""
+        """Read as `FastForward` does, but skip absent nodes in a batch."""
         batch = len(tokens) > 1 and first == 0 and not last_only
         present = _Present.of(tree) if batch else None
         parents = tree.parents.contiguous()
@@ -104,9 +104,9 @@ class FusedForward:
     def with_chunk(
         self, tree: TokenTree, chunk: Tensor, cache: KVCache, hidden_layers: tuple[int, ...]
     ) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-        """Trees [B, N] of the first rows of a cache, and a chunk [1, W] of a prompt in its last
-        row, in one pass: logits [B, N, V] and hidden states of the trees, and of the chunk the
-        logits [1, 1, V] after its last token and hidden states."""
+        """Read trees [B, N] in the first rows of a cache and a chunk [1, W] of a prompt in its last
+        row, in one pass. Returns logits [B, N, V] and hidden states of the trees, then the chunk's
+        logits [1, 1, V] after its last token and its hidden states."""
         (batch, nodes), width = tree.tokens.shape, chunk.shape[1]
         rows, wide = len(cache.lengths), max(nodes, width)
         tokens = torch.full((rows, wide), ABSENT, dtype=torch.int64)
@@ -143,7 +143,7 @@ class FusedForward:
         self, read: ctypes.Structure, tokens: Tensor, cache: KVCache,
         hidden_layers: tuple[int, ...], logits: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """States [B, W, H] after the final norm and those of `hidden_layers`; logits are filled."""
+        """Return states [B, W, H] after the final norm and of `hidden_layers`; fill the logits."""
         (rows, width), count = tokens.shape, len(self.fast.layers)
         assert cache.stores is not None
         last = torch.empty(rows, width, self.fast.decoder.hidden_size, dtype=torch.bfloat16)
@@ -163,14 +163,14 @@ class FusedForward:
         self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,
         draft_sampling: DraftSampling
     ) -> Chains | None:
-        """As `Target.chain`."""
+        """See `Target.chain`."""
         assert cache.stores is not None
         text, positions, rows = prefix.tokens.contiguous(), prefix.position, len(prefix.position)
         tokens, read = torch.empty(rows, 1 + steps, dtype=torch.int64), torch.empty_like(positions)
         ranks = torch.empty_like(tokens)
         each = width * (self.head.size + self._work) + self.head.outputs
         done = self.kernels(
-            # the kernel makes parents of its own
+            # the kernel makes the parents
             "chain", self._read(rows, text, 0, cache), self._model, cache.stores.places, text,
             text.shape[1], positions, cache.lengths, width, steps, nodes, *draft_sampling, ABSENT,
             tokens, ranks, read, torch.empty(rows * each, dtype=torch.bfloat16)
@@ -200,7 +200,7 @@ class FusedForward:
         )
 
     def _extend_rope(self, positions: int) -> None:
-        """Make cosines and sines of `positions` positions for each kind of attention."""
+        """Extend cosines and sines to `positions` positions for each kind of attention."""
         self._rope_positions, self._rope_tables = positions, []
         places = torch.arange(positions)[None]
         for number, kind in enumerate(self.fast.kinds):
@@ -211,10 +211,10 @@ class FusedForward:
 
 
 class _Present(NamedTuple):
-    """The nodes [M] of trees [B, N] that are not absent, row by row.
+    """The nodes [M] of trees [B, N] that are present, row by row.
 
-    tokens: [1, M]. nodes: their numbers. starts: [B + 1] where each row's begin. back: [B, N] which
-    of them each node is; of an absent one, some other.
+    tokens: [1, M]. nodes: their indices. starts: [B + 1] where each row begins. back: [B, N] the
+    index of each node among them; an arbitrary one if it is absent.
     """
 
     tokens: Tensor
@@ -224,7 +224,7 @@ class _Present(NamedTuple):
 
     @classmethod
     def of(cls, tree: TokenTree) -> _Present | None:
-        """If they are fewer than the trees have room for."""
+        """The nodes that are present; None if all are."""
         there = tree.present
         if bool(there.all()):
             return None
@@ -233,5 +233,5 @@ class _Present(NamedTuple):
         return cls(tree.tokens[there][None], there.nonzero()[:, 1].contiguous(), starts, back)
 
     def scatter(self, states: Tensor) -> Tensor:
-        """[B, N, ...] of states [1, M, ...]."""
+        """Spread states [1, M, ...] to [B, N, ...]."""
         return states[0][self.back]

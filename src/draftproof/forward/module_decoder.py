@@ -1,4 +1,4 @@
-"""The parts of a decoder that is a transformers module, for our forward."""
+"""Takes the parts of a decoder from a transformers module, for our forward."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 
 def fits(model: PreTrainedModel) -> bool:
-    """Whether the model is built of the parts our forward knows, with nothing hooked into them.
+    """Whether the model has only parts that our forward knows, without hooks.
 
-    Never in float64: there the point is to agree with transformers, whose norms compute in
-    float32.
+    Never in float64, which is for comparison with transformers, whose norms compute in float32.
     """
     config = model.config
     return (
@@ -49,7 +48,7 @@ def fits(model: PreTrainedModel) -> bool:
 def _is_original(model: PreTrainedModel) -> bool:
     """Whether every module whose forward ours replaces is the family's own, unchanged.
 
-    Linear layers are called as they are, so they may be anybody's: quantised, or with an adapter.
+    Linear layers are called as they are, so they may be quantised or have an adapter.
     """
     home, body = type(model).__module__, getattr(model, "model", None)
     if body is None or not home.startswith("transformers.models."):
@@ -65,12 +64,12 @@ def _is_original(model: PreTrainedModel) -> bool:
     return (
         all(_is_of(part, home) for part in [*parts, *norms])
         and (_is_of(table, home) or (type(table) is nn.Embedding and _is_bare(table)))
-        and len({epsilon_of(norm) for norm in norms}) == 1     # our kernels know a single one
+        and len({epsilon_of(norm) for norm in norms}) == 1     # our kernels take a single epsilon
     )
 
 
 def _is_of(part: object, home: str) -> bool:
-    """Whether a module is of a class of this file of transformers, with that class's forward."""
+    """Whether a module's class is from this file of transformers, with an unchanged forward."""
     return (
         isinstance(part, nn.Module)
         and type(part).__module__ == home
@@ -80,7 +79,7 @@ def _is_of(part: object, home: str) -> bool:
 
 
 def _is_bare(part: nn.Module) -> bool:
-    """Whether no other forward was put into a module."""
+    """Whether a module's forward was not replaced."""
     return "forward" not in vars(part)
 
 
@@ -91,8 +90,8 @@ def decoder_of(
 
     Args:
         model: A transformers model of a known family.
-        windows: By kind of layer, how many positions back attention sees; None: all.
-        context: Positions the model knows.
+        windows: How many positions back attention sees, by kind of layer; None: all.
+        context: The number of positions that the model supports.
     """
     body = model.model
     head_dim = int(body.layers[0].self_attn.head_dim)
@@ -140,7 +139,7 @@ def attention_kind(
 def decoder_layer(layer: Any, head_dim: int, kind: int) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     mlp_norm, post_attention, post_mlp = layer.post_attention_layernorm, None, None
-    if hasattr(layer, "pre_feedforward_layernorm"):             # Gemma norms what it adds as well
+    if hasattr(layer, "pre_feedforward_layernorm"):             # Gemma norms outputs as well
         post_attention, mlp_norm = mlp_norm, layer.pre_feedforward_layernorm
         post_mlp = layer.post_feedforward_layernorm
     head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -166,12 +165,12 @@ def decoder_layer(layer: Any, head_dim: int, kind: int) -> DecoderLayer:
 
 
 def _parts(module: nn.Module, joined: str, parts: Sequence[str]) -> list[Any]:
-    """Layers that read the same inputs: the one of this name where the family has them as one."""
+    """Layers that read the same inputs; a single one where the family has a joint layer."""
     return [getattr(module, name) for name in ((joined,) if hasattr(module, joined) else parts)]
 
 
 def _together(*linears: nn.Module) -> Linear:
-    """The outputs of several layers side by side; one multiplication where they were packed as one.
+    """The concatenated outputs of several layers, in one multiplication where packed as one.
     """
     first = linears[0]
     if isinstance(first, PackedSlice):
@@ -181,7 +180,7 @@ def _together(*linears: nn.Module) -> Linear:
 
 
 def norm_weight(norm: Any) -> Tensor:
-    """[.] float32, what a norm multiplies by; Gemma's count from one."""
+    """[.] the float32 factors of a norm; Gemma stores them less one."""
     weight: Tensor = norm.weight.detach().float()
     return 1.0 + weight if type(norm).__name__.startswith("Gemma") else weight
 
@@ -196,7 +195,7 @@ def norm_of(norm: Any) -> Linear:
 
 
 def _head_norm(attention: Any, heads: int, key_heads: int) -> Linear:
-    """The norms of queries and keys, each head with the weight of its kind, as one."""
+    """The norms of query and key heads as one norm, each head with its own kind's weight."""
     query, key = attention.q_norm, attention.k_norm
     weight = torch.cat(
         [norm_weight(query).expand(heads, -1), norm_weight(key).expand(key_heads, -1)]
@@ -209,14 +208,14 @@ def _activation(config: PreTrainedConfig) -> str | None:
 
 
 def _rotations(config: PreTrainedConfig) -> list[str]:
-    """Kinds of rotary embedding, by name; of each kind of layer where these differ."""
+    """Names of the rotary embeddings: one per kind of layer where these differ."""
     rope = getattr(config, "rope_parameters", None) or {}
     several = [kind for kind in rope.values() if isinstance(kind, dict)]
     return [kind.get("rope_type", "default") for kind in several or [rope]]
 
 
 def _embed_scale(config: PreTrainedConfig, embed: Any) -> float:
-    """What embeddings are multiplied by, rounded as the model rounds it."""
+    """The factor of the embeddings, rounded as the model rounds it."""
     if (scale := getattr(embed, "embed_scale", None)) is not None:
         return float(scale.to(embed.weight.dtype))
     return float(getattr(config, "embedding_multiplier", 1.0))

@@ -1,4 +1,4 @@
-"""Configurations in Hugging Face's format, read without transformers, for the native families."""
+"""Reads the native families' configurations in Hugging Face's format without transformers."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class NativeConfig:
     """The completed configuration of a native family; attributes are named as in config.json.
 
     Attributes:
-        settings: The dictionary it was made of, as it is in the file.
+        settings: The dictionary it was made from, as in the file.
         name_or_path: Where the model was read from.
         layer_types: The kind of each layer.
-        rope_parameters: For each kind of layer, or under "" for all, its rope parameters.
+        rope_parameters: The rope parameters of each kind of layer, or of all under "".
     """
 
     is_encoder_decoder = False
@@ -108,11 +108,11 @@ class NativeConfig:
         raise AttributeError(f"this configuration has no {name}")
 
     def get_text_config(self, decoder: bool = False) -> NativeConfig:
-        """Itself: the native families read text alone."""
+        """Return this configuration: the native families read only text."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The dictionary it was made of."""
+        """The dictionary it was made from."""
         return deepcopy(self.settings)
 
     def window_of(self, layer: int) -> int | None:
@@ -122,7 +122,7 @@ class NativeConfig:
         return window
 
     def rope_of(self, layer: int) -> tuple[str | None, dict[str, Any] | None]:
-        """The kind of rope a layer uses, if there are several, and its parameters; None without."""
+        """A layer's rope: its name, if there are several, and its parameters; None without rope."""
         if self.model_type == "smollm3" and not self.no_rope_layers[layer]:
             return None, None
         kind = self.layer_types[layer] if self.model_type == "gemma3_text" else None
@@ -130,7 +130,7 @@ class NativeConfig:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The config.json of a folder; None if there is none that can be read."""
+    """Read the config.json of a folder; None if there is none or it cannot be read."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -139,7 +139,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def why_not_native(settings: Mapping[str, Any]) -> str | None:
-    """Why a configuration is not built natively, in words; None if it is.
+    """The reason why a configuration is not built natively; None if it is.
 
     Args:
         settings: A configuration in Hugging Face's format.
@@ -169,7 +169,7 @@ def why_not_native(settings: Mapping[str, Any]) -> str | None:
 
 
 def _layer_types(config: NativeConfig) -> list[str]:
-    """The kind of each layer, where a configuration does not list them."""
+    """The kind of each layer, for configurations that do not list them."""
     count, kind = config.num_hidden_layers, config.model_type
     if kind in ("qwen2", "qwen3") and not config.use_sliding_window:
         config.sliding_window = None
@@ -194,7 +194,7 @@ def _layer_types(config: NativeConfig) -> list[str]:
 
 
 def _rope_parameters(config: NativeConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """By kind of layer, "" for all: new and older ways to write them, completed."""
+    """Complete rope parameters by kind of layer ("" for all), from the new and older formats."""
     if config.model_type == "gemma3_text":
         parameters = deepcopy(settings.get("rope_parameters") or {})
         full, local = (
@@ -211,7 +211,7 @@ def _rope_parameters(config: NativeConfig, settings: Mapping[str, Any]) -> dict[
 
 
 def _completed(config: NativeConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """With its type, theta and original context."""
+    """Add the type, theta and original context to rope parameters."""
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", config.rope_theta)
     partial = config.settings.get("partial_rotary_factor")

@@ -1,6 +1,6 @@
-"""Rotary position embedding from a configuration's rope parameters, computed here.
+"""Computes rotary position embeddings from a configuration's rope parameters.
 
-The formulas and their order of rounding are those of transformers' modeling_rope_utils, so the
+The formulas and their order of rounding follow transformers' modeling_rope_utils, so the
 tables have the same bits. Sources: RoFormer (2104.09864), YaRN (2309.00071), LongRoPE (2402.13753),
 and Llama 3.1's scaling.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 
 
 class RotaryTable(NamedTuple):
-    """Frequencies of one kind of layer.
+    """The frequencies of one kind of layer.
 
     Attributes:
         inv_freq: [rotated / 2] float32, radians per position.
-        scaling: What cosines and sines are multiplied by.
+        scaling: The factor of cosines and sines.
     """
 
     inv_freq: Tensor
@@ -31,8 +31,8 @@ class RotaryTable(NamedTuple):
         """Build the table.
 
         Args:
-            rope: The rope parameters: rope_type, rope_theta and what the type needs.
-            head_dim: Numbers of a head, of which `partial_rotary_factor` are rotated.
+            rope: The rope parameters: rope_type, rope_theta and those of the type.
+            head_dim: The size of a head, of which the part `partial_rotary_factor` is rotated.
             max_positions: The configuration's max_position_embeddings.
         """
         rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
@@ -62,7 +62,7 @@ def _linear(rope: Mapping[str, Any], rotated: int, _: int) -> tuple[Tensor, floa
 
 
 def _llama3(rope: Mapping[str, Any], rotated: int, _: int) -> tuple[Tensor, float]:
-    """Long wavelengths are stretched by `factor`, short ones stay, those between are blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those in between."""
     inv_freq, factor = _frequencies(rope["rope_theta"], rotated), rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     context = rope["original_max_position_embeddings"]
@@ -103,7 +103,7 @@ def _yarn(rope: Mapping[str, Any], rotated: int, max_positions: int) -> tuple[Te
 
 
 def _longrope(rope: Mapping[str, Any], rotated: int, max_positions: int) -> tuple[Tensor, float]:
-    """The short factors: a target's context ends at the original limit (`layout.context_of`)."""
+    """Use the short factors: a context ends at the original limit (`layout.context_of`)."""
     context, factor = rope["original_max_position_embeddings"], rope.get("factor")
     factor = max_positions / context if factor is None else factor
     scaling = rope.get("attention_factor")
