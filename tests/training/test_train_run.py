@@ -18,7 +18,7 @@ from draftproof.errors import BadInput
 from draftproof.model.device import processor
 from draftproof.training import train_run, trainer
 from draftproof.training.config import SelfGenerateConfig, TrainConfig, TrainRun
-from draftproof.training.files import file_lock
+from draftproof.training.files import atomic_write, file_lock
 from draftproof.training.texts import DataConfig
 from draftproof.training.train_run import train
 from draftproof.weights.quantized_linear import slow_because
@@ -179,3 +179,16 @@ def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(
     assert len(run(source, broken, **joint).losses) == 3
     for file in ("heads/model.safetensors", "model/model.safetensors"):
         assert (broken / file).read_bytes() == (out / file).read_bytes()
+
+
+def test_a_file_that_did_not_fit_leaves_the_old_one_and_no_part(tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    file.write_bytes(b"old")
+    for error in (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2 vs 1"),
+                  OSError(28, "No space left on device")):
+        with pytest.raises(BadInput, match=r"state\.pt cannot be .*the disk full") as told, \
+                atomic_write(file) as part:
+            part.write_bytes(b"half")
+            raise error
+        assert "enforce" not in str(told.value) and file.read_bytes() == b"old"
+        assert list(tmp_path.iterdir()) == [file]

@@ -39,7 +39,11 @@ def atomic_write(file: Path) -> Iterator[Path]:
         yield part
         part.replace(file)
     except BROKEN as error:
-        why = f"{file} cannot be written ({first_line(error)})"
+        part.unlink(missing_ok=True)            # it takes the room that the next start needs
+        reason = error.strerror if isinstance(error, OSError) else first_line(error)
+        if "enforce fail" in str(error):        # PyTorch's words for a file that was cut off
+            reason = "a part of it was not written"
+        why = f"{file} cannot be written ({reason})"
         raise BadInput(f"{why}; is the disk full? The same command goes on from what is") from error
 
 
