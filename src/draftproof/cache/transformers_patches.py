@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from draftproof.cache.delta_rule import (
     SILU,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _MARK = "wrapped_by_draftproof"
+QUERIES = 4
+"""As in `fast_forward`."""
 RECORDED = 17
 """Tokens of a block whose recurrent states are recorded one by one; of more, those at the end."""
 
@@ -78,6 +81,11 @@ def patch_decoder(model: PreTrainedModel) -> bool:
             _wrap([file], "torch_chunk_gated_delta_rule", partial(_in_a_read, step=step))
             _wrap([file], "torch_recurrent_gated_delta_rule", _in_a_read)
             _wrap([file], "causal_conv1d_fn", _last_tokens)
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if not hasattr(attend, _MARK):
+        several = _several_queries(attend)
+        setattr(several, _MARK, True)
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", several)
     nets = {type(module) for module in model.modules()}
     _wrap([net for net in nets if net.__name__ in _NETS], "forward", _net)
     alibi = _wrap(files, "build_alibi_tensor", _by_place(_alibi))
@@ -278,6 +286,26 @@ def _net(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return out
 
     return net
+
+
+def _several_queries(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention of torch that is never asked for fewer queries than `QUERIES` in a read of ours:
+    with AVX-512 fewer are rounded in another way."""
+
+    @wraps(attend)
+    def several(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+        attention_mask: Tensor | None = None, **options: object,
+    ) -> Any:  # fmt: skip
+        count = query.shape[2]
+        copies = -(-QUERIES // max(count, 1))
+        if not _tokens() or count >= QUERIES or attention_mask is None:
+            return attend(module, query, key, value, attention_mask, **options)
+        output, weights = attend(module, query.repeat(1, 1, copies, 1), key, value,
+                                 attention_mask.repeat(1, 1, copies, 1), **options)
+        return output[:, :count], weights
+
+    return several
 
 
 def _tokens() -> int:
