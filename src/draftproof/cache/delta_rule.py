@@ -1,4 +1,4 @@
-"""Gated delta nets by our kernels: their rule token by token, and the convolutions before it. A
+"""Gated delta nets by our kernels: the rule, token by token, and the convolutions before it. A
 token has the same bits however many are read with it."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Recorded(Protocol):
     """A recurrent state after each token of a block."""
 
     def after(self, row: int, tokens: int, to: Tensor) -> None:
-        """Put that of a row after so many tokens, at least one, into a state [...]."""
+        """Copy a row's state after `tokens` tokens, at least one, to a state [...]."""
 
 
 class Kept(list[Tensor]):
@@ -29,17 +29,17 @@ class Kept(list[Tensor]):
 
 
 class DeltaRule(NamedTuple):
-    """What a block of tokens does to the state of a gated delta net; the state after any of them is
-    computed when it is asked for, so rejected drafts cost no memory.
+    """The effect of a block of tokens on the state of a gated delta net. The state after any of
+    them is computed on demand, so rejected drafts cost no memory.
 
     Attributes:
-        query: [B, L, groups, K], float32 as all of these.
+        query: [B, L, groups, K], float32 like all fields.
         key: As `query`.
         value: [B, L, heads, V].
-        decay: [B, L, heads] logarithms of how much of a state is left.
-        rate: [B, L, heads] how much of a value is written.
-        before: [B, heads, K, V] the states before.
-        last: The states after all tokens.
+        decay: [B, L, heads] the logarithms of the factors by which states decay.
+        rate: [B, L, heads] the factors with which values are written.
+        before: [B, heads, K, V] the states before the block.
+        last: The states after the block.
     """
 
     query: Tensor
@@ -62,12 +62,12 @@ class DeltaRule(NamedTuple):
 def delta_gates(
     time: Tensor, much: Tensor, fall: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """How a gated delta net's heads fade and write, a number at a time: torch computes the numbers
-    of a vector and those that are left over with other bits.
+    """Compute the decays and rates of a gated delta net, one number at a time: torch gives the
+    numbers in whole vectors and the remaining ones different bits.
 
     Args:
         time: [B, L, heads] bfloat16, from which the decay is computed.
-        much: [B, L, heads] bfloat16, whose sigmoid is how much of a value is written.
+        much: [B, L, heads] bfloat16, whose sigmoid is the rate.
         fall: [heads] logarithms.
         bias: [heads], added to `time`.
 
@@ -87,8 +87,8 @@ def delta_gates(
 def delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, before: Tensor
 ) -> tuple[Tensor, DeltaRule] | None:
-    """Apply the rule to a block of tokens, as `torch_recurrent_gated_delta_rule` of transformers
-    does with normalised keys and queries.
+    """Apply the rule to a block of tokens, as transformers' `torch_recurrent_gated_delta_rule` does
+    with normalised keys and queries.
 
     Args:
         query: [B, L, groups, K].
@@ -96,10 +96,10 @@ def delta_rule(
         value: [B, L, heads, V].
         decay: [B, L, heads].
         rate: [B, L, heads].
-        before: [B, heads, K, V], which stays as it is.
+        before: [B, heads, K, V], which is not changed.
 
     Returns:
-        [B, L, heads, V] outputs in the dtype of the query, and what the block does to the state;
+        [B, L, heads, V] outputs in the dtype of the query, and the block's effect on the state;
         None where there is no kernel for this.
     """
     library = kernels()
@@ -123,14 +123,14 @@ def _advance(
 def causal_conv(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tokens: int
 ) -> Tensor | None:
-    """A convolution of each channel of the last tokens with those before them.
+    """A causal convolution of each channel, for the last tokens alone.
 
     Args:
         inputs: [B, channels, S] bfloat16.
         weight: [channels, taps].
         bias: [channels], or None.
         activation: silu, or None.
-        tokens: How many are wanted; outputs at places before them are 0.
+        tokens: How many of the last tokens to compute; outputs before them are 0.
 
     Returns:
         [B, channels, S]; None where there is no kernel for this.

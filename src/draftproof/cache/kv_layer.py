@@ -1,7 +1,7 @@
-"""What one attention layer stores of a running batch, as the model computes it or in 8 bits.
+"""What one attention layer stores for a running batch, as the model computes it or in 8 bits.
 
-The layer class is the seam to transformers, whose cache layers have these methods: a model writes
-through it wherever `slots` says.
+The layer class is the interface to transformers, whose cache layers have these methods: a model
+writes through it to `slots`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 class LayerShape(NamedTuple):
-    """What one attention layer stores per position; no heads: nothing, as where keys are shared.
+    """What one attention layer stores per position; nothing without heads, as with shared keys.
 
-    index_dim: of the keys by which an indexer chooses what attention may see, if there is one.
+    index_dim: size of the keys by which an indexer, if any, selects what attention may see.
     """
 
     heads: int
@@ -25,8 +25,8 @@ class LayerShape(NamedTuple):
 
 
 class KVLayer:
-    """One layer: keys [B, heads, capacity, key_dim] and values, written at the slots its cache
-    points to."""
+    """One layer: keys [B, heads, capacity, key_dim] and values, written at the slots that its cache
+    sets."""
 
     is_compileable = True
     is_croppable = False
@@ -41,22 +41,22 @@ class KVLayer:
         for name, store in zip(self.names, stores, strict=True):
             setattr(self, name, store)
         self.is_initialized = True
-        self.slots: Tensor | None = None                 # [B, W] where the running read writes
-        self.span: int = self.keys.shape[2]                  # and how many slots it may see
+        self.slots: Tensor | None = None                 # [B, W] where the current read writes
+        self.span: int = self.keys.shape[2]                  # how many slots it may see
 
     @classmethod
     def empty(
         cls, shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """Storage for `rows` rows of `capacity` positions. Zeroed: scratch is masked, but NaN would
-        pass a mask."""
+        """Storage for `rows` rows of `capacity` positions. It is zeroed, since NaN in scratch would
+        pass the mask."""
         store = (rows, shape.heads, capacity)
         sizes = (shape.key_dim, shape.value_dim)
         return cls(*(torch.zeros(*store, size, dtype=dtype, device=device) for size in sizes))
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
-        """All that is stored, [B, heads, capacity, ...] each; what makes a layer again."""
+        """All stored tensors, [B, heads, capacity, ...] each, from which a layer can be made."""
         return tuple([getattr(self, name) for name in self.names])
 
     def rows(self, start: int, stop: int) -> Self:
@@ -77,7 +77,7 @@ class KVLayer:
         return self.keys[:, :, : self.span], self.values[:, :, : self.span]
 
     def visible(self, span: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `span` slots, as they can be multiplied."""
+        """Keys and values of the first `span` slots, dequantised if need be."""
         return self.keys[:, :, :span], self.values[:, :, :span]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -87,14 +87,14 @@ class KVLayer:
         return self.span, 0
 
     def get_seq_length(self) -> int:
-        return 0        # rows differ; positions are always given explicitly
+        return 0        # rows differ, and positions are always passed explicitly
 
     def get_max_length(self) -> int:
         return self.keys.shape[2]
 
 
 class IndexedLayer(KVLayer):
-    """With the keys of an indexer, [B, 1, capacity, index_dim]."""
+    """A layer that also stores the keys of an indexer, [B, 1, capacity, index_dim]."""
 
     names = ("keys", "values", "indexer_keys")
     indexer_keys: Tensor
@@ -108,7 +108,7 @@ class IndexedLayer(KVLayer):
         return cls(*plain.stores, torch.zeros(size, dtype=dtype, device=device))
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write [B, W, dim] at `slots`; return what may be seen."""
+        """Write [B, W, dim] at `slots`; return the visible slots."""
         assert self.slots is not None
         write(self.indexer_keys, self.slots, indexer_key_states[:, None])
         return self.indexer_keys[:, 0, : self.span]
@@ -118,8 +118,8 @@ class Int8Layer(KVLayer):
     """Keys and values in 8 bits: codes [B, heads, capacity, dim], and their scales [B, heads,
     capacity, 1].
 
-    What a token's keys and values become depends on them alone, not on their slot nor on what was
-    written next to them: trees, moves and rollbacks are as exact as with the plain cache.
+    The codes of a token's keys and values depend on these alone, not on their slot or on their
+    neighbours: trees, moves and rollbacks are as exact as with the plain cache.
     """
 
     names = ("keys", "values", "key_scales", "value_scales")
@@ -132,15 +132,15 @@ class Int8Layer(KVLayer):
     def empty(
         cls, shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """Codes of one byte each, scales in the model's dtype. Zeroed, as the plain layer."""
+        """Zeroed storage: codes of one byte each, and scales in the model's dtype."""
         codes = KVLayer.empty(shape, rows, capacity, torch.int8, device).stores
         return cls(*codes, *(code.new_zeros(*code.shape[:3], 1, dtype=dtype) for code in codes))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Quantise [B, heads, W, dim] and write it at `slots`; return the first `span` slots as
-        they can be multiplied."""
+        """Quantise [B, heads, W, dim] and write it at `slots`; return the first `span` slots,
+        dequantised."""
         assert self.slots is not None
         pairs = ((self.keys, self.key_scales), (self.values, self.value_scales))
         for (codes, scales), states in zip(pairs, (key_states, value_states), strict=True):
@@ -158,7 +158,7 @@ class Int8Layer(KVLayer):
         return self._decode(*seen[0]), self._decode(*seen[1])
 
     def _encode(self, scaled: Tensor) -> Tensor:
-        """Bytes, of numbers up to `most`."""
+        """Encode numbers up to `most` as bytes."""
         return scaled.round_().to(torch.int8)
 
     def _decode(self, codes: Tensor, scales: Tensor) -> Tensor:
@@ -167,8 +167,8 @@ class Int8Layer(KVLayer):
 
 
 class Fp8Layer(Int8Layer):
-    """Codes are floats of three bits after the point (e4m3), held as bytes: small numbers keep
-    their precision."""
+    """A layer whose codes are floats with three bits of mantissa (e4m3), stored as bytes: small
+    numbers keep their precision."""
 
     most = 448.0
 
@@ -187,7 +187,7 @@ def write(store: Tensor, slots: Tensor, states: Tensor) -> None:
     """store[b, :, slots[b, w]] = states[b, :, w]."""
     if len(store) == 1:
         store.index_copy_(2, slots[0], states)
-    else:                               # far quicker than scattering along the slots
+    else:                               # much faster than scattering along the slots
         rows, heads, capacity, size = store.shape
         first = capacity * torch.arange(rows * heads, device=slots.device).view(rows, heads, 1)
         store.view(-1, size).index_copy_(

@@ -1,5 +1,5 @@
-"""What a model stores per layer, what its attention sees, and what a configuration says of its
-context and logits. Knows no transformers."""
+"""What a model stores per layer, what its attention sees, and what a configuration says about its
+context and logits. Does not know transformers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, Attribute
 class Layout(NamedTuple):
     """What a model stores.
 
-    states: of each layer, besides keys and values. windows: kind of attention → window or chunk.
-    dtype: of keys and values. cache_name: what its forward calls the cache.
+    states: recurrent states of each layer. windows: kind of attention → window or chunk.
+    dtype: of keys and values. cache_name: the name of the cache argument of its forward.
     """
 
     shapes: list[LayerShape]
@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 
 class LogitScaling(NamedTuple):
-    """What families do to the logits of their head: Cohere multiplies, Granite divides, Gemma 2
+    """How families change the logits of their head: Cohere multiplies, Granite divides, and Gemma 2
     caps them."""
 
     factor: float | None
@@ -55,7 +55,7 @@ class LogitScaling(NamedTuple):
         return cls(factor if multiplies else None, divisor if divides else None, cap or None)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """[..., V] the logits that are sampled from."""
+        """Return the logits [..., V] to sample from."""
         logits = logits if self.factor is None else logits * self.factor
         logits = logits if self.divisor is None else logits / self.divisor
         return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
@@ -66,10 +66,10 @@ UNSCALED = LogitScaling(None, None, None)
 
 
 def context_of(config: Any) -> int:
-    """Positions the model reads alike in any batch. A warning tells of limits that a user may not
-    expect: LongRoPE and dynamic NTK rescale all positions once one lies beyond, Llama 4 scales
-    queries by their slot, Doge drops keys beyond its window by looking at tokens that come later,
-    and Moshi with its cache alone."""
+    """The number of positions that the model reads alike in any batch. Warns about limits that a
+    user may not expect: LongRoPE and dynamic NTK rescale all positions once one lies beyond, Llama
+    4 scales queries by their slot, Doge drops keys beyond its window depending on later tokens, and
+    Moshi drops them only with its cache."""
     rope = getattr(config, "rope_parameters", None) or {}
     names = ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings")
     context = next(filter(None, (getattr(config, name, None) for name in names)), UNLIMITED)
@@ -92,6 +92,6 @@ def context_of(config: Any) -> int:
 
 
 def cache_argument(parameters: Container[str]) -> str:
-    """The argument of a forward that takes the cache. transformers 5.24 renamed it to `cache`."""
+    """The name of a forward's argument for the cache. transformers 5.24 renamed it to `cache`."""
     names = ("cache_params", "past_key_values", "cache")
     return next((name for name in names if name in parameters), "past_key_values")

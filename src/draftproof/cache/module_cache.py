@@ -1,4 +1,4 @@
-"""Our caches as transformers modules take them."""
+"""Our caches in the form that transformers modules take."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from draftproof.cache.kv_layer import KVLayer
 if TYPE_CHECKING:
     from draftproof.cache.kv_cache import KVCache
 
-CacheLayerMixin.register(KVLayer)       # it has the methods, and needs no transformers
+CacheLayerMixin.register(KVLayer)       # it has the methods without importing transformers
 
 
 def module_cache(cache: KVCache) -> transformers.Cache:
-    """A cache of transformers with the layers of ours."""
+    """A transformers cache with the layers of our cache."""
     return transformers.Cache(layers=cache.layers)
 
 
 class EmptyLayer(DummyLayer):
-    """A layer that stores nothing: it has no attention, or takes the keys of another."""
+    """A layer that stores nothing: it has no attention, or uses another layer's keys."""
 
     stores: tuple[Tensor, ...] = ()
 
@@ -30,4 +30,4 @@ class EmptyLayer(DummyLayer):
         return self
 
     def set_slots(self, slots: Tensor, span: int) -> None:
-        """Nothing is written."""
+        """Do nothing, since nothing is written."""

@@ -1,7 +1,7 @@
-"""The cache of an encoder–decoder: besides keys and values of the text, those that attention over
-the encoder's output takes of each row, computed once.
+"""The cache of an encoder–decoder: keys and values of the text, and those of each row's encoder
+output for cross-attention, computed once.
 
-They belong to a row and not to its text: nothing is committed to them or rolled back.
+The latter belong to a row and not to its text: nothing is committed to them or rolled back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from draftproof.cache.kv_layer import KVLayer
 
 
 class SourceLayer(KVLayer):
-    """What one layer attends to of the encoder's output."""
+    """The keys and values of the encoder's output in one layer."""
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2]
@@ -29,14 +29,14 @@ class SourceLayer(KVLayer):
 
 @dataclass
 class _Sources:
-    """Of all rows of a cache: how long each one's encoder output is, and keys and values of it
+    """For all rows of a cache, the length of each encoder output, and its keys and values
     [B, heads, S, dim], layer by layer."""
 
     sizes: list[int]
     stores: list[Tensor] = field(default_factory=list)
 
     def put(self, row: int, states: Sequence[Tensor]) -> None:
-        """Let a row have these, [1, heads, s, dim] each."""
+        """Store the keys and values of a row, [1, heads, s, dim] each."""
         if not self.stores:
             self.stores = [state[:, :, :0].repeat(len(self.sizes), 1, 1, 1) for state in states]
         self.sizes[row] = size = states[0].shape[2]
@@ -47,7 +47,7 @@ class _Sources:
             store[row] = F.pad(state[0], (0, 0, 0, store.shape[2] - size))  # NaN would pass a mask
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, in front."""
+        """Move these rows to the front, in this order."""
         changed = [(new, old) for new, old in enumerate(rows) if new != old]
         if changed:
             new, old = (list(side) for side in zip(*changed, strict=True))
@@ -57,30 +57,30 @@ class _Sources:
 
 
 class SourceCache(KVCache):
-    """A `KVCache` with what its rows were asked about."""
+    """A `KVCache` whose rows also attend to a source."""
 
     sources: _Sources
-    first: int = 0          # of the rows of the cache that this is a view of
-    least: int = 0          # how much of the encoder's outputs is seen, if there is so much
+    first: int = 0          # first row of this view in the whole cache
+    least: int = 0          # the least length of encoder outputs to show, padded if need be
 
     @classmethod
     def wrap(cls, plain: KVCache) -> SourceCache:
-        """This empty cache, whose rows have no source yet."""
+        """Make a cache of an empty one; its rows have no source yet."""
         cache = cls(plain.layers, plain.lengths, plain.capacity)
         cache.sources = _Sources([0] * len(plain.lengths))
         return cache
 
     def put(self, row: int, states: Sequence[Tensor]) -> None:
-        """Let a row of this view attend to these keys and values, layer by layer."""
+        """Set the keys and values that a row of this view attends to, layer by layer."""
         self.sources.put(self.first + row, states)
 
     @property
     def source_sizes(self) -> list[int]:
-        """How long the encoder's output of each row is."""
+        """The length of each row's encoder output."""
         return self.sources.sizes[self.first : self.first + len(self.lengths)]
 
     def source_mask(self) -> Tensor | None:
-        """[B, S] which of the encoder's outputs are there; None: all are."""
+        """[B, S] the mask of the encoder outputs that exist; None: all do."""
         sizes, longest = self.source_sizes, self.longest_source
         if longest == min(sizes):
             return None
@@ -92,7 +92,7 @@ class SourceCache(KVCache):
         return max(self.least, *self.source_sizes)
 
     def for_model(self) -> EncoderDecoderCache:
-        """Both caches, as a forward takes them."""
+        """Both caches in the form that a forward takes."""
         rows, longest = slice(self.first, self.first + len(self.lengths)), self.longest_source
         seen = [store[rows, :, :longest] for store in self.sources.stores]
         layers = [SourceLayer(*pair) for pair in zip(seen[::2], seen[1::2], strict=True)]

@@ -1,11 +1,11 @@
-"""The cache of a recurrent or hybrid model: states of fixed size, which cannot be cut back by
+"""The cache of a recurrent or hybrid model: states of fixed size, which cannot be truncated by
 tokens.
 
 Where all layers record their states after each token of a short block (convolutions and gated
-delta nets do), a commit takes those after its last token: a rejected draft costs nothing more. Of
-other layers (state space models) only the states after a whole block are known: those of each row
-before its last few committed tokens, which wait. A read reads these again, in one pass with what it
-was asked for, and states move on where everything that was read was committed.
+delta nets do), a commit takes those after its last token: a rejected draft costs nothing more. For
+other layers (state space models) only the states after a whole block are known, so the states of a
+row may lack its last few committed tokens, which wait. A read reads these again, in one pass with
+the nodes it is for, and states advance where everything in the pass was committed.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ longer."""
 
 
 class Block(NamedTuple):
-    """What is read in one pass, the same number of tokens in every row.
+    """The tokens of one pass, the same number in every row.
 
-    tokens: [B, L], junk after those that are there. start: [B] their first positions. skipped: [B]
-    on the host, how many come before the first node that was asked for.
+    tokens: [B, L], with arbitrary ones as padding at the end. start: [B] their first positions.
+    skipped: [B] on the host, how many waiting tokens come before the first node of the read.
     """
 
     tokens: Tensor
@@ -44,8 +44,8 @@ class Block(NamedTuple):
 
 
 class _Trails(NamedTuple):
-    """States after each token of a block, layer by layer: the first token is node `start` [B] of
-    each row's tree, and there are `tokens`."""
+    """States after each of the `tokens` tokens of a block, layer by layer; the first token is node
+    `start` [B] of each row's tree."""
 
     start: Tensor
     tokens: int
@@ -53,8 +53,8 @@ class _Trails(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """States that a read went through, layer by layer: after how many nodes of each row's tree [B]
-    (0: none of this row)."""
+    """States that a read passed, layer by layer, and after how many nodes of each row's tree [B]
+    (0: not valid for this row)."""
 
     nodes: Tensor
     states: list[tuple[Tensor, ...]]
@@ -62,8 +62,8 @@ class _Mark(NamedTuple):
 
 @dataclass
 class _Reads:
-    """What a cache and its views know of the reads since the last commit: states on their way, each
-    further than those before, and how many nodes each row had, [B]. All on the host."""
+    """What a cache and its views know about the reads since the last commit: intermediate states,
+    each further than the previous, and each row's present nodes. Counts are on the host."""
 
     marks: list[_Mark] = field(default_factory=list)
     trails: list[_Trails] = field(default_factory=list)
@@ -73,9 +73,9 @@ class _Reads:
 class StateCache(KVCache):
     """A `KVCache` with states; chains only.
 
-    waiting: [B], on the host, how many committed tokens of each row its states lack. text: [B,
-    capacity] the tokens of each row. steps: single tokens may be read from a state; otherwise two
-    at least, since a family rounds single steps otherwise.
+    waiting: [B], on the host, how many committed tokens the states of each row lack. text: [B,
+    capacity] the tokens of each row. steps: whether a read may be of a single token; some families
+    round single steps differently, so their reads have two tokens at least.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StateCache(KVCache):
         cls, shapes: Sequence[LayerShape], states: Sequence[tuple[StateShape, ...]], rows: int,
         capacity: int, dtype: torch.dtype, device: torch.device, layer: type[KVLayer], steps: bool
     ) -> StateCache:
-        """Storage of layers of these shapes, states in some."""
+        """Make storage for layers of these shapes, some of which have states."""
         layers = list[Layer]()
         for shape, layer_states in zip(shapes, states, strict=True):
             keys = empty_layer(shape, rows, capacity, dtype, device, layer)
@@ -107,10 +107,10 @@ class StateCache(KVCache):
 
     @cached_property
     def stores(self) -> None:
-        """States are moved by torch's operators."""
+        """None: torch's operators move the states."""
 
     def truncate_tree(self, tree: TokenTree) -> TokenTree:
-        """The chains without the nodes for which a block has no room after the waiting tokens."""
+        """Cut off the nodes of chains for which a block has no room after the waiting tokens."""
         nodes = tree.tokens.shape[1]
         room = max(BLOCK, nodes) - self.waiting
         if nodes <= int(room.min()):
@@ -137,7 +137,7 @@ class StateCache(KVCache):
         self._reads.marks, self._reads.trails = [], []
 
     def block(self, tree: TokenTree, first: int) -> Block:
-        """What to read for the nodes `first:` of a chain; states and keys are pointed there."""
+        """The block to read for the nodes `first:` of a chain; prepares states and slots for it."""
         nodes, device = tree.tokens.shape[1], self.text.device
         place = self.lengths[:, None] + torch.arange(first, nodes, device=device)
         new = tree.tokens[:, first:].clamp(min=0)
@@ -155,7 +155,7 @@ class StateCache(KVCache):
         start = self.lengths + first - skipped.to(device)
         length = max(1 if self.steps else 2, int((skipped + present - first).max()))
         slots = start[:, None] + torch.arange(length, device=device)
-        slots = slots.clamp(max=self.capacity - 1)          # junk alone lies so far out
+        slots = slots.clamp(max=self.capacity - 1)          # only padding lies so far out
         span = self.reserve(length)
         for layer in self.layers:
             layer.set_slots(slots, span)
@@ -165,7 +165,7 @@ class StateCache(KVCache):
 
     def was_read(self, block: Block, first: int) -> None:
         """Note the states after each token of a block, if all layers recorded them, and those after
-        all of it, in rows where they are those after a node."""
+        the whole block, for rows where it ends with a node."""
         trails = [layer.take_trail() for layer in self._stateful]
         kept = [trail for trail in trails if trail is not None]
         if len(kept) == len(trails):
@@ -179,7 +179,7 @@ class StateCache(KVCache):
             )
 
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
-        """Commit `count` [B] nodes of chains: states move on as far as some are known."""
+        """Commit `count` [B] nodes of chains; states advance as far as they are known."""
         with torch_alone():
             self._move_on(count.cpu())
         super().keep(None, count)
@@ -198,8 +198,8 @@ class StateCache(KVCache):
                               for trail in self._reads.trails]  # fmt: skip
 
     def _follow(self, counts: Tensor, moved: Tensor) -> None:
-        """Move states of rows to those after `counts` [B] nodes, where these were recorded; `moved`
-        [B] then is that number."""
+        """Advance states of rows to those after `counts` [B] nodes where these were recorded, and
+        set `moved` [B] to that number."""
         for trails in reversed(self._reads.trails):
             used = (counts - trails.start).tolist()
             for row, tokens in enumerate(used):
@@ -242,7 +242,7 @@ class StateCache(KVCache):
         return view
 
     def _take(self, mark: _Mark, rows: Tensor) -> None:
-        """Make the states of a mark those of these rows."""
+        """Copy the states of a mark to the states of these rows."""
         if not len(rows):
             return
         index = rows.to(self.lengths.device)

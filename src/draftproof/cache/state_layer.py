@@ -1,7 +1,7 @@
 """Layers whose memory is a state of fixed size: recurrent (gated delta net, SSM) and convolutional.
 
-A state holds what was read as a whole and cannot be cut back, so a read leaves it alone: it works
-on copies, which `StateCache` takes over where all that was read is committed.
+A state sums up everything that was read and cannot be truncated, so a read does not change it: it
+works on copies, which `StateCache` adopts where everything that was read is committed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Trail(NamedTuple):
     """The states of a layer after each token of a block.
 
     Attributes:
-        shapes: Of the states.
-        parts: Of each state: inputs [B, channels, W + L] of a convolution after those before them,
-            or what was recorded of recurrent states.
+        shapes: The shapes of the states.
+        parts: For each state, the inputs [B, channels, W + L] of a convolution with the previous
+        ones in front, or the record of a recurrent state.
     """
 
     shapes: tuple[StateShape, ...]
     parts: list[Any]
 
     def after(self, row: int, tokens: int, to: Sequence[Tensor]) -> None:
-        """Put the states of a row after so many tokens of the block, at least one, into these."""
+        """Copy a row's states after `tokens` tokens of the block, at least one, to these."""
         for shape, part, state in zip(self.shapes, self.parts, to, strict=True):
             if shape.kind == "conv":
                 state.copy_(part[row, :, tokens : tokens + shape.size[-1]])
@@ -41,9 +41,9 @@ class Trail(NamedTuple):
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):
-    """The states of a layer, [B, ...] each, and what the running read makes of them."""
+    """The states of a layer, [B, ...] each, and those that the current read computes."""
 
-    record_past = True      # a convolution is given what came before it, whatever the read's width
+    record_past = True      # a convolution receives the previous inputs at every width
 
     def __init__(self, shapes: tuple[StateShape, ...], states: tuple[Tensor, ...]) -> None:
         self.shapes, self.states = shapes, states
@@ -51,7 +51,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), True)
         self.conv_states: dict[int, Tensor | None] = {}
         self.recurrent_states: dict[int, Tensor | None] = HandedStates()
-        self.joined: dict[int, Tensor] = {}             # inputs of convolutions, those before too
+        self.joined: dict[int, Tensor] = {}             # convolution inputs with previous ones
         self.trails: dict[int, Recorded | None] = {}     # recurrent states after each token
 
     @property
@@ -63,23 +63,23 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         return type(self)(self.shapes, tuple(state[start:stop] for state in self.states))
 
     def set_slots(self, slots: Tensor, span: int) -> None:
-        """States have no slots."""
+        """Do nothing, since states have no slots."""
 
     def begin(self, states: tuple[Tensor, ...]) -> None:
-        """Let the next forward go on from these, which it does not change."""
+        """Let the next forward continue from these states, which it does not change."""
         for shape, state in zip(self.shapes, states, strict=True):
             # single steps of some families write into the recurrent state
             store = self.conv_states if shape.kind == "conv" else self.recurrent_states
             store[shape.number] = state if shape.kind == "conv" else state.clone()
 
     def take_states(self) -> tuple[Tensor, ...]:
-        """The states after what the last forward read, which are the caller's from now on."""
+        """Hand over the states after the last forward, which belong to the caller from now on."""
         kinds = {"conv": self.conv_states, "recurrent": self.recurrent_states}
         states = [kinds[shape.kind].pop(shape.number) for shape in self.shapes]
         return tuple(state for state in states if state is not None)
 
     def take_trail(self) -> Trail | None:
-        """The states after each token that the last forward read; None if some are not known."""
+        """The states after each token of the last forward; None if some are not known."""
         trail = Trail(self.shapes, [
             self.joined.pop(shape.number, None) if shape.kind == "conv"
             else self.trails.pop(shape.number, None) for shape in self.shapes
@@ -89,7 +89,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
-        """Inputs [B, channels, W] with those before them."""
+        """Return inputs [B, channels, W] with the previous ones in front."""
         before = self.conv_states[state_idx]
         assert before is not None
         joined = torch.cat([before, conv_states.to(before.dtype)], -1)
@@ -111,7 +111,7 @@ class StateLayer(LinearAttentionCacheLayerMixin):
 
 
 class HybridLayer(StateLayer, CacheLayerMixin):
-    """States, and keys and values with them."""
+    """A layer with states as well as keys and values."""
 
     is_compileable = True
     is_sliding = False

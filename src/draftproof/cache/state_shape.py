@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class StateShape(NamedTuple):
-    """One state of a layer, of one row: "conv" or "recurrent", its number in the layer."""
+    """One state of a layer for one row: "conv" or "recurrent", and its number in the layer."""
 
     kind: str
     number: int

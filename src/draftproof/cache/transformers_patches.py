@@ -1,7 +1,7 @@
-"""What families of transformers compute from the slots of their cache, corrected during a read of
-ours, where rows, and nodes of a tree, have positions of their own.
+"""Corrects, during our reads, what transformers' families compute from the slots of their cache:
+here rows and the nodes of a tree have positions that differ from their slots.
 
-Their functions are wrapped where their classes use them; outside of a read they do what they did.
+Functions are wrapped where the families' classes use them; outside of a read nothing changes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NETS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 
 
 class Place(NamedTuple):
-    """Positions of the nodes [B, N] of the running read, and of the keys in all slots, [B, S]."""
+    """Positions of the nodes [B, N] of the current read, and of the keys in all slots [B, S]."""
 
     nodes: Tensor
     keys: Tensor
@@ -57,7 +57,7 @@ _scan = threading.local()
 
 @contextmanager
 def placed(place: Place | None) -> Iterator[None]:
-    """A read of nodes and keys in these places."""
+    """A block that reads nodes and keys at these positions."""
     token = _PLACE.set(place)
     try:
         yield
@@ -71,8 +71,8 @@ _Recurrent = Callable[..., tuple[Tensor, Tensor]]
 
 
 def patch_decoder(model: PreTrainedModel) -> bool:
-    """Correct ALiBi (Bloom, Falcon) and Mamba's scan, let gated delta nets record their states;
-    whether a model has to know the place of a read."""
+    """Correct ALiBi (Bloom, Falcon) and Mamba's scan, and let gated delta nets record their states.
+    Returns whether the model needs the place of a read."""
     files = [sys.modules[name] for name in {type(module).__module__ for module in model.modules()}]
     _wrap(files, "mamba_selective_scan", _going_on)
     for file in files:
@@ -93,7 +93,7 @@ def patch_decoder(model: PreTrainedModel) -> bool:
 
 
 def patch_encoder_decoder(decoder: nn.Module) -> None:
-    """Correct embedded positions, and bias by distance, of a decoder that takes no positions."""
+    """Correct position embeddings and relative bias of a decoder that takes no positions."""
     if (embed := getattr(decoder, "embed_positions", None)) is not None:
         _wrap([type(embed)], "forward", _by_place(_embedded))
     _wrap({type(module) for module in decoder.modules()}, "compute_bias", _by_place(_biased))
@@ -102,7 +102,7 @@ def patch_encoder_decoder(decoder: nn.Module) -> None:
 def _wrap(
     owners: Collection[object], name: str, around: Callable[[Callable[..., R]], Callable[..., R]]
 ) -> bool:
-    """Wrap what these have by this name, unless it is already; return whether any has it."""
+    """Wrap the attribute `name` of these, unless it is wrapped; return whether any has it."""
     patched = [owner for owner in owners if hasattr(owner, name)]
     for owner in patched:
         inner = getattr(owner, name)
@@ -116,7 +116,7 @@ def _wrap(
 def _by_place(
     instead: Callable[..., Tensor]
 ) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """During a read, `instead` is asked with its place and the function itself in front."""
+    """A wrapper that during a read calls `instead` with the place and the original function."""
 
     def around(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(original)
@@ -134,8 +134,8 @@ def _by_place(
 def _alibi(
     place: Place, build: Callable[..., Tensor], mask: Tensor, heads: int, dtype: torch.dtype
 ) -> Tensor:
-    """[B * heads, 1, S]. Softmax ignores what is equal for all keys of a query, so the bias is the
-    slope of a head times the key's position."""
+    """The bias [B * heads, 1, S]: a head's slope times the key's position, since softmax ignores
+    what is equal for all keys of a query."""
     rows, span = place.keys.shape
     table = build(place.keys.new_ones(1, span), heads, dtype)[:, 0]                     # [H, S]
     by_key: Tensor = table[:, place.keys].transpose(0, 1).reshape(rows * heads, 1, span)
@@ -146,7 +146,7 @@ def _embedded(
     place: Place, embed: Callable[..., Tensor], module: Any, first: object,
     *args: object, **kwargs: object,
 ) -> Tensor:
-    """Of the embeddings of all positions, those of each node; decoders give tokens, their
+    """Select each node's embedding from those of all positions; decoders pass tokens, their
     embeddings, or their shape."""
     length, nodes = min(place.keys.shape[1], place.context), place.nodes
     if not isinstance(first, Tensor):
@@ -167,7 +167,7 @@ def _biased(
     place: Place, bias: Callable[..., Tensor], module: nn.Module, query_length: int,
     key_length: int, *args: object, **kwargs: object,
 ) -> Tensor:  # fmt: skip
-    """Of the bias by distance, that between each node and each key."""
+    """Select the bias between each node and each key from the bias by distance."""
     last = key_length - 1
     by_distance = bias(module, 1, key_length, past_seen_tokens=last)[0, :, 0]              # [H, S]
     back = last - place.nodes[..., None] + place.keys[:, None]                          # [B, N, S]
@@ -176,8 +176,8 @@ def _biased(
 
 
 class HandedStates(dict[int, Tensor | None]):
-    """Recurrent states by number; the one asked for last is what this thread's scan goes on
-    from."""
+    """Recurrent states by number; this thread's scan continues from the one that was looked up
+    last."""
 
     def __getitem__(self, index: int) -> Tensor | None:
         _scan.state = super().__getitem__(index)
@@ -185,14 +185,14 @@ class HandedStates(dict[int, Tensor | None]):
 
 
 def forget_handed() -> None:
-    """No scan of this thread has a state until one is asked for."""
+    """Let scans of this thread have no state until one is looked up."""
     _scan.state = None
 
 
 @contextmanager
 def recording(tokens: int) -> Iterator[None]:
-    """A read of a block of so many tokens; of `RECORDED` at most, the states after each of them are
-    wanted."""
+    """A read of `tokens` tokens; if there are at most `RECORDED`, the states after each of them are
+    recorded."""
     _scan.tokens, _scan.trail = tokens, None
     try:
         yield
@@ -201,18 +201,18 @@ def recording(tokens: int) -> Iterator[None]:
 
 
 def recorded() -> Recorded | None:
-    """The states after each token of what this thread has just computed, if they were recorded;
-    they are handed out once."""
+    """The states after each token of this thread's last computation, if they were recorded; they
+    are returned only once."""
     trail: Recorded | None = getattr(_scan, "trail", None)
     _scan.trail = None
     return trail
 
 
 def _in_a_read(rule: _Recurrent, step: _Recurrent | None = None) -> _Recurrent:
-    """A gated delta rule that goes token by token during a read of ours, by our kernel where there
-    is one, and so computes each token as a single step would.
+    """A gated delta rule that goes token by token during our reads, with our kernel where there is
+    one, so each token is computed as in a single step.
 
-    step: that of a single token, for a rule of blocks; without a kernel, it goes through those
+    step: the rule of a single token, for a rule of blocks; without a kernel, it computes the blocks
     that are recorded."""
 
     @wraps(rule)
@@ -248,7 +248,7 @@ def _in_a_read(rule: _Recurrent, step: _Recurrent | None = None) -> _Recurrent:
 
 
 def _net(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of a gated delta net of Qwen3.5 during a read of ours, with our gates."""
+    """The forward of a gated delta net of Qwen3.5, with our gates during our reads."""
 
     @wraps(forward)
     def net(
@@ -309,14 +309,14 @@ def _several_queries(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tokens() -> int:
-    """Tokens of this thread's running read; 0 outside of one."""
+    """The number of tokens of this thread's current read; 0 outside of one."""
     tokens: int = getattr(_scan, "tokens", 0)
     return tokens
 
 
 def _last_tokens(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A causal convolution that computes the tokens of a read alone, by our kernel, where it is
-    given those before them as well."""
+    """A causal convolution that computes only the tokens of the read, by our kernel, where its
+    input also has the previous ones."""
 
     @wraps(convolve)
     def last_tokens(
@@ -334,10 +334,10 @@ def _last_tokens(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _going_on(scan: Callable[..., Any]) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    """Mamba 1's scan of inputs [B, I, L] from the state handed, [B, I, S].
+    """Mamba 1's scan of inputs [B, I, L], which continues from a state [B, I, S].
 
-    transformers 5 starts it from zero unless a single token is read. It is linear in its state, so
-    what the state adds is added after it.
+    transformers 5 starts it from zero except for single tokens. It is linear in its state, so the
+    state's contribution is added afterwards.
     """
 
     @wraps(scan)
