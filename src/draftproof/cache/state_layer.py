@@ -25,7 +25,7 @@ class Trail(NamedTuple):
     Attributes:
         shapes: The shapes of the states.
         parts: For each state, the inputs [B, channels, W + L] of a convolution with the previous
-        ones in front, or the record of a recurrent state.
+            ones in front, or the record of a recurrent state.
     """
 
     shapes: tuple[StateShape, ...]
