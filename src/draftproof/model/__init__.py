@@ -1,1 +1,1 @@
-"""The model's side: the only folder that knows transformers."""
+"""Models: the only folder that knows transformers."""

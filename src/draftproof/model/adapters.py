@@ -1,4 +1,4 @@
-"""LoRA adapters: folders of peft, merged into a copy of a model. Knows transformers and peft."""
+"""LoRA adapters in peft's format, merged into a copy of a model. Knows transformers and peft."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADAPTER = "adapter_config.json"
 
 
 class MergedAdapter:
-    """A model with an adapter merged into its weights, in a folder that ends with this object.
+    """A model with an adapter merged into its weights, in a folder that this object deletes.
 
     A merged copy takes as much memory as its model, and runs as quickly.
     """
@@ -23,10 +23,10 @@ class MergedAdapter:
         """
         Args:
             model: A folder or a hub id.
-            adapter: A folder of peft's.
+            adapter: A folder in peft's format.
 
         Raises:
-            BadInput: The folder is no adapter, or the model is a GGUF file.
+            BadInput: The folder has no adapter, or the model is a GGUF file.
         """
         self.model, self.adapter = model, adapter
         self._folder: TemporaryDirectory[str] | None = None
@@ -38,11 +38,11 @@ class MergedAdapter:
 
     @property
     def size(self) -> int:
-        """Bytes of the merged weights, about."""
+        """The approximate size of the merged weights in bytes."""
         return weight_bytes(self.model)
 
     def folder(self) -> Path:
-        """The folder of the merged model, made when it is first asked for.
+        """The folder of the merged model, made on first use.
 
         Raises:
             BadInput: peft is not installed, or the adapter does not fit the model.
@@ -58,7 +58,7 @@ class MergedAdapter:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     model = PeftModel.from_pretrained(base, str(self.adapter)).merge_and_unload()
-            except Exception as error:                  # whatever peft raises
+            except Exception as error:                  # peft raises errors of any class
                 merged.cleanup()
                 raise BadInput(f"the adapter {self.adapter} does not fit {self.model}: "
                                f"{first_line(error)}") from error
@@ -68,7 +68,7 @@ class MergedAdapter:
 
 
 def weight_bytes(model: str | Path) -> int:
-    """Bytes of a model's files of weights; 0 if it is not on this machine yet."""
+    """The size of a model's weight files in bytes; 0 if it is not on this machine yet."""
     place = Path(resolve(model))
     if place.is_file():
         return place.stat().st_size
@@ -79,7 +79,7 @@ def weight_bytes(model: str | Path) -> int:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """The models of a folder that is none itself: folders with a config.json, and GGUF files."""
+    """The models in a folder that is not a model: folders with a config.json, and GGUF files."""
     if not folder.is_dir() or (folder / "config.json").is_file():
         return []
     return sorted(path for path in folder.iterdir()

@@ -1,5 +1,5 @@
-"""Mixed precision: a model of float32 weights whose forward runs under torch.autocast, as trainers
-and accelerate have it. Drafts are not read exactly there, so such models are refused."""
+"""Mixed precision: models with float32 weights whose forward runs under torch.autocast, as in
+trainers and accelerate. They do not read drafts exactly, so they are refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from draftproof.errors import UnsupportedModel
 
 @contextmanager
 def watch_autocast(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Collect the dtypes in which autocast makes the model's forward compute.
+    """Collect the dtypes that autocast sets for the model's forward.
 
-    accelerate puts autocast into the forward itself, where nothing outside of it can see it.
+    accelerate puts autocast into the forward itself, where nothing outside can see it.
     """
     dtypes = set[torch.dtype]()
 
@@ -38,13 +38,13 @@ def watch_autocast(model: nn.Module) -> Iterator[set[torch.dtype]]:
 def reject_autocast(
     name: str, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None = None
 ) -> None:
-    """Raise UnsupportedModel where autocast computes in another dtype than the weights have.
+    """Raise UnsupportedModel if autocast computes in another dtype than that of the weights.
 
     Args:
-        name: Of the model.
-        dtype: Of its weights. Autocast leaves float64 as it is.
-        device: Of its weights.
-        autocast: The dtype of autocast in the model's forward; None, that of the caller.
+        name: The name of the model.
+        dtype: The dtype of its weights. Autocast does not change float64.
+        device: The device of its weights.
+        autocast: The dtype of autocast in the model's forward; None: the caller's.
     """
     autocast = autocast or _autocast_dtype(device.type)
     if autocast in (None, dtype) or dtype == torch.float64:
@@ -58,7 +58,7 @@ def reject_autocast(
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A block that computes in the dtypes of its tensors."""
+    """A block without autocast, which computes in the dtypes of its tensors."""
     inside = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if inside else nullcontext()
 

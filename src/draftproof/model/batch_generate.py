@@ -1,4 +1,4 @@
-"""Continuations of many prompts at once by transformers itself, for text that nobody compares."""
+"""Continues many prompts at once with transformers, for text that need not be reproducible."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def batch_generate(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], limits: Sequence[int],
     temperature: float, stops: Collection[int], seed: int,
 ) -> list[list[int]]:  # fmt: skip
-    """The new tokens of each prompt, at most `limits[i]`, an end token of `stops` included.
+    """Return the new tokens of each prompt, at most `limits[i]`, with the end token of `stops`.
 
-    Sampled by torch's own generator from `seed`; greedy at temperature 0.
+    They are sampled with torch's own generator from `seed`, or greedily at temperature 0.
     """
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.int64)

@@ -1,10 +1,10 @@
-"""What differs between devices: cpu, cuda, hpu, xpu and mps. Knows torch and its device modules;
-nothing of models.
+"""Differences between devices: cpu, cuda, hpu, xpu and mps. Knows torch and its device modules;
+knows nothing of models.
 
-PyTorch's accelerators are modules of one shape (`torch.cuda`, `torch.hpu`, `torch.xpu`), so most
-verbs are theirs. An Intel Gaudi (hpu) compiles a graph for every shape it meets, which takes
-seconds to minutes: it wants closed shapes, no 64-bit numbers, and nothing read back inside a round.
-The tests hold a CPU to these rules.
+PyTorch's accelerator modules have a common interface (`torch.cuda`, `torch.hpu`, `torch.xpu`),
+which most methods use. An Intel Gaudi (hpu) compiles a graph for every new shape, which takes
+seconds to minutes: it needs a fixed set of shapes, no 64-bit numbers, and no reads by the host
+within a round. The tests hold a CPU to these rules.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ KINDS = {"cpu": "", "cuda": "CUDA device", "hpu": "Gaudi", "xpu": "Intel GPU", "
 
 @dataclass(frozen=True)
 class Device:
-    """One device of one kind."""
+    """A device and its kind."""
 
     torch_device: torch.device
 
     @staticmethod
     def from_name(name: str | None = None) -> Device:
-        """The device of this name, or the best there is; raises BadInput, in one sentence, if it is
-        not there."""
+        """The device of this name, or the best one available; raises BadInput, in one sentence, if
+        it does not exist."""
         if name is None:
             best = torch.accelerator.current_accelerator(check_available=True)
             gaudi = torch.device("hpu")
@@ -48,7 +48,7 @@ class Device:
         try:
             where = torch.device(name)
         except RuntimeError:
-            where = torch.device("meta")                                # no kind of ours
+            where = torch.device("meta")                                # an unsupported kind
         if where.type not in KINDS:
             raise BadInput(
                 f"the device was {name!r}; choose one of {', '.join(KINDS)}, such as cuda:1"
@@ -66,23 +66,23 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """The name of the device for users."""
         named = getattr(self._module, "get_device_name", None)
         return str(named(self.torch_device)) if named is not None else processor()
 
     @property
     def compiles(self) -> bool:
-        """It makes a graph for every new shape, at a price: shapes should come from a small set."""
+        """Whether it compiles a graph for every new shape, so that shapes should be few."""
         return self.kind == "hpu"
 
     @property
     def captures(self) -> bool:
-        """A sequence of operators can be recorded once and replayed."""
+        """Whether it can record a sequence of operators once and replay it."""
         return self.kind in ("cuda", "hpu")
 
     @property
     def widest(self) -> torch.dtype:
-        """The widest floating-point numbers it has."""
+        """The widest floating-point dtype that it supports."""
         return torch.float32 if self.kind in ("hpu", "mps") else torch.float64
 
     @property
@@ -95,14 +95,14 @@ class Device:
         return bool(supported()) if supported is not None else True
 
     def dtype_for(self, stored: torch.dtype) -> torch.dtype:
-        """What weights stored so are computed in when nobody says."""
-        if stored == torch.float16 and self.kind == "hpu":      # the first Gaudi has none
+        """The default dtype of computation for weights stored in `stored`."""
+        if stored == torch.float16 and self.kind == "hpu":      # the first Gaudi does not have it
             return torch.bfloat16
         quick = self.bf16_is_native or (self.kind == "cpu" and kernels() is not None)
         return torch.float32 if stored == torch.bfloat16 and not quick else stored
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Refuse a dtype that it does not have."""
+        """Refuse a dtype that it does not support."""
         if dtype == torch.float64 and self.widest != dtype:
             raise BadInput(
                 f"dtype float64 was asked for, and {self.kind} devices have none; use float32, or "
@@ -110,25 +110,25 @@ class Device:
             )
 
     def synchronize(self) -> None:
-        """Wait until it has done everything it was given."""
+        """Wait until all its work is done."""
         self.flush()
         wait = getattr(self._module, "synchronize", None)
         if wait is not None:
             wait()
 
     def flush(self) -> None:
-        """The end of a round: in lazy mode a Gaudi runs nothing before it is told to."""
+        """End a round: in lazy mode a Gaudi runs nothing before it is told to."""
         if self.kind == "hpu" and os.environ.get("PT_HPU_LAZY_MODE", "0") == "1":
             importlib.import_module("habana_frameworks.torch.core").mark_step()
 
     def ops(self, static_shapes: bool = False) -> Ops:
-        """What decoding computes with here. static_shapes: in shapes that depend on no number, as
-        on a device that compiles."""
+        """The operators of decoding on this device. static_shapes: their shapes depend on no
+        values, as on a device that compiles."""
         on_host = self.kind == "cpu" and not static_shapes
         return CpuOps() if on_host else Ops(self.widest, self.flush)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes free, and in all."""
+        """The free and the total bytes."""
         ask = getattr(self._module, "mem_get_info", None)
         if ask is not None:
             free, total = ask(self.torch_device)
@@ -140,10 +140,10 @@ class Device:
         return page * free, page * total
 
     def record(self, call: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Record the operators of a call; returns what replays them, and where the results will
-        lie.
+        """Record the operators of a call; return a function that replays them, and the tensors of
+        their results.
 
-        For devices that capture. The APIs of CUDA graphs and of HPU graphs are one.
+        For devices that capture. CUDA graphs and HPU graphs have the same API.
         """
         module = self._module
         # libraries set themselves up in their first call
@@ -168,8 +168,8 @@ def processor() -> str:
 
 
 def _missing(where: torch.device) -> str | None:
-    """Why a device cannot be had; None if it can. Importing its bridge is what makes torch know a
-    Gaudi."""
+    """Why a device is not available; None if it is. torch knows a Gaudi only after its bridge is
+    imported."""
     if where.type == "cpu":
         return None
     if where.type == "hpu" and util.find_spec("habana_frameworks") is None:
@@ -189,6 +189,6 @@ def _missing(where: torch.device) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that could change a result."""
+    """The versions of everything that could change a result."""
     packages = {name: version(name) for name in ("draftproof", "torch", "transformers")}
     return {**packages, "python": platform.python_version()}

@@ -1,5 +1,5 @@
-"""Which code serves a model on this machine, why, and what would change it: for `draftproof
-doctor`."""
+"""For `draftproof doctor`: which code serves a model on this machine, why, and how to change
+it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftproof.weights.quantized_linear import slow_because
 
 
 def paths(target: Target) -> dict[str, str]:
-    """By what is computed, one sentence each."""
+    """One sentence on each part of the computation, by name."""
     build, host = library().build, target.device.type == "cpu"
     sdpa = "torch's scaled_dot_product_attention"
     sentences = {
@@ -37,16 +37,16 @@ def paths(target: Target) -> dict[str, str]:
 
 
 def _weights(target: Target) -> str | None:
-    """What became of the weights of a checkpoint that is quantised; None for others."""
+    """How the weights of a quantised checkpoint are used; None for other checkpoints."""
     source: Any = getattr(target.model, "source", None)
-    source = getattr(source, "source", source)          # behind what was kept
+    source = getattr(source, "source", source)          # the original, if a result was kept
     if isinstance(source, QuantizedSource):
         return source.described
     return described(target.model)
 
 
 def _layers(target: Target) -> str:
-    """What multiplies, and why it is not our kernels."""
+    """The code that multiplies, and the reason if it is not our kernels."""
     compiled, build = kernels(), library().build
     name = getattr(target.model, "architecture", type(target.model).__name__)
     forward = "the model's own forward in transformers"

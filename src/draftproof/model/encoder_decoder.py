@@ -1,7 +1,7 @@
-"""Encoder–decoders (T5, BART, Whisper, ...) as targets: the encoder runs once for each text, the
+"""Encoder–decoders (T5, BART, Whisper, ...) as targets: the encoder runs once per text, and the
 decoder is read like any other model.
 
-Where a decoder's forward takes no positions, see `patches`.
+For decoders whose forward takes no positions, see `patches`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from draftproof.model.module_target import ModuleTarget
 
 
 class EncoderOutput(BaseModelOutput):
-    """What decoders read of an encoder; some families ask for more than their states."""
+    """An encoder's output for decoders; some families read other fields than the states."""
 
     router_logits = attention_mask = None
 
 
 class Source:
-    """What an encoder reads for one text, a batch of one, and what came of it.
+    """An encoder's input for one text, as a batch of one, and its outputs.
 
-    inputs: by the names of the encoder's forward. tokens: of a text, for those that look at it.
-    known: an encoder, and what it said of these inputs.
+    inputs: arguments of the encoder's forward by name. tokens: the text, for code that looks at it.
+    known: an encoder and its output for these inputs.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Source:
         self._encoded = [known] if known is not None else []
 
     def encoded(self, encoder: nn.Module) -> Tensor:
-        """[1, S, H] the encoder's output; it runs once, for a draft model with the same too."""
+        """[1, S, H] the encoder's output, computed once, even if a draft model has the same one."""
         for known, output in self._encoded:
             if known is encoder:
                 return output
@@ -73,10 +73,10 @@ class Source:
 
 
 class EncoderDecoder(ModuleTarget):
-    """A target whose rows are about a source, which `begin` gives them.
+    """A target whose rows attend to a source, which `begin` sets.
 
-    encoder: runs once for each source; a draft model may have the target's. Where that reads text,
-    rows with sources of different length are read in one pass; audio is read row by row.
+    encoder: runs once per source; a draft model may share the target's. If it reads text, rows with
+    sources of different length are read in one pass; audio is read row by row.
     """
 
     is_encoder_decoder = True
@@ -111,15 +111,15 @@ class EncoderDecoder(ModuleTarget):
         super().__init__(model, **options)
 
     def begin(self, cache: KVCache, sources: Sequence[Any]) -> None:
-        """Let the rows of a cache be about these sources."""
+        """Set the sources of a cache's rows."""
         assert isinstance(cache, SourceCache)
         for row, source in enumerate(sources):
             _, _, crossed = self._begun(source, 1)
             cache.put(row, [store for layer in crossed for store in (layer.keys, layer.values)])
 
     def _begun(self, source: Source, size: int) -> tuple[Tensor, list[Any], list[Any]]:
-        """Logits of a text of `size` tokens about a source, and transformers' own cache layers: of
-        the text, and of the source."""
+        """Logits of a text of `size` tokens for a source, and transformers' own cache layers for
+        the text and for the source."""
         both = EncoderDecoderCache(DynamicCache(), DynamicCache())
         hidden = source.encoded(self.encoder).to(self.device, self.dtype)
         self._width = hidden.shape[-1]
@@ -130,7 +130,7 @@ class EncoderDecoder(ModuleTarget):
         return out.logits, both.self_attention_cache.layers, both.cross_attention_cache.layers
 
     def shares_encoder(self, other: EncoderDecoder) -> bool:
-        """Let this target have the encoder of another, if it is the same; whether it is."""
+        """Share another target's encoder if both are equal; return whether they are."""
         mine, theirs = self.encoder.state_dict(), other.encoder.state_dict()
         same = mine.keys() == theirs.keys() and all(
             value.shape == theirs[name].shape and torch.equal(value, theirs[name])
@@ -168,7 +168,7 @@ class EncoderDecoder(ModuleTarget):
         return logits
 
     def check_text(self, size: int) -> Tensor:
-        """Without padding, which some decoders skip in a text that they read without a cache."""
+        """Random tokens without padding, which some decoders skip in a text without a cache."""
         text = super().check_text(size)
         padding = getattr(self.model.config, "pad_token_id", None)
         return text if padding is None else (text + (text == padding)) % self.vocab_size
@@ -178,7 +178,7 @@ class EncoderDecoder(ModuleTarget):
         self.begin(cache, self._check_sources)
         row = cache.rows(0, 1)
         assert isinstance(row, SourceCache) and isinstance(cache, SourceCache)
-        row.least = cache.longest_source            # as if both were read
+        row.least = cache.longest_source            # as if both rows were read
         return row
 
     def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
@@ -188,7 +188,7 @@ class EncoderDecoder(ModuleTarget):
         self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache
     ) -> dict[str, object]:
         assert isinstance(cache, SourceCache)
-        # keys of it are in the cache
+        # the encoder output's keys are in the cache
         known = torch.zeros(1, 1, 1, dtype=self.dtype, device=self.device)
         known = known.expand(len(tokens), cache.longest_source, self._width)
         extra = {"decoder_position_ids": positions} if self._takes_positions else {}
@@ -199,7 +199,7 @@ class EncoderDecoder(ModuleTarget):
         }
 
     def find_layout(self) -> Layout:
-        """What the decoder stores of its own text, learnt from one forward."""
+        """What the decoder stores for its own text, learnt from one forward."""
         name = type(self.model).__name__
         self._takes_place = not self._takes_positions
         try:

@@ -1,4 +1,4 @@
-"""Which tokens end a text."""
+"""The tokens that end a text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def stop_tokens(model: PreTrainedModel) -> tuple[int, ...]:
-    """The end tokens that the model's generation_config names, or else its configuration."""
+    """The end tokens from the model's generation_config, or else from its configuration."""
     generation = getattr(model, "generation_config", None)
     source = generation if generation is not None else model.config
     ends = getattr(source, "eos_token_id", None)

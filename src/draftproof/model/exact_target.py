@@ -1,4 +1,4 @@
-"""A target whose reads give a token the same bits however many are read with it, on a GPU."""
+"""A target for GPUs whose reads give a token the same bits however many are read with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ExactTarget(ModuleTarget):
     """A target read with the kernels of `forward/exact_bits.py` in place of torch's."""
 
     def __init__(self, target: ModuleTarget) -> None:
-        vars(self).update(vars(target))                                         # examined already
+        vars(self).update(vars(target))                                         # checked already
 
     def _read(
         self, tree: TokenTree, cache: KVCache, first: int, last_only: bool,
@@ -36,11 +36,11 @@ def exact(target: Target) -> Target:
     """A target that gives a token the same bits alone and among drafts.
 
     Args:
-        target: Any target. On a CPU, one that our kernels read does so anyway.
+        target: Any target. On a CPU, targets that our kernels read do so anyway.
 
     Raises:
-        BadInput: That cannot be kept here, for the reason that is given.
-        UnsupportedModel: With the kernels for that, the model gives other logits.
+        BadInput: This is not possible here, for the reason that is given.
+        UnsupportedModel: The model gives other logits with these kernels.
     """
     if target.ragged_batches:                               # our kernels on a CPU
         return target
@@ -65,7 +65,7 @@ def exact(target: Target) -> Target:
 
 
 def _reason(target: Target) -> str | None:
-    """Why bits cannot be kept; None if they can."""
+    """Why reads cannot keep the same bits; None if they can."""
     if not isinstance(target, ModuleTarget) or target.is_encoder_decoder or target.has_states:
         return "there are kernels for decoders with attention alone"
     if target.device.type == "cpu" and not _interpreted():
@@ -82,7 +82,7 @@ def _reason(target: Target) -> str | None:
 
 
 def _interpreted() -> bool:
-    """Whether Triton runs on the CPU, by its interpreter."""
+    """Whether Triton runs on the CPU, in its interpreter."""
     import os
 
     return os.environ.get("TRITON_INTERPRET") == "1"

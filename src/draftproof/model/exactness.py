@@ -1,9 +1,9 @@
-"""Exactness classes: which reads give the same bits. Kernels are chosen by shape, so the machine
-has to be asked.
+"""Exactness classes: which reads give the same bits. Kernels are chosen by shape, so this has to be
+measured on the machine.
 
-Inside a class, the logits of a position are the same bits whatever is read with it: one token or
-many, chain or tree, one row or several. Where plain decoding and verification share a class, the
-text is the same bit for bit.
+Within a class, the logits of a position have the same bits whatever is read with it: one token or
+many, chain or tree, one row or several. Where plain decoding and verification are in one class,
+texts are identical.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LEAD = 24
 
 
 class Exactness(NamedTuple):
-    """What was found. A case is named by its shape; the reference is plain decoding, one node at a
+    """The results. A case is named by its shape; the reference is plain decoding, one node at a
     time.
 
-    same: cases whose logits are bit for bit those of plain decoding. differ: the others, with the
-    largest difference. exact_nodes: rows x nodes of chains up to which everything tried gives the
-    same bits; 0 where even two nodes do not. exact_tree_nodes: of trees. A branch lies in other
-    slots of the cache than the chain it becomes, so sums may round in another order, unless
-    attention sums by the text as `fused_forward` does.
+    same: cases whose logits have the same bits as plain decoding. differ: the others, with the
+    largest difference. exact_nodes: the largest number of rows x nodes of chains up to which all
+    cases have the same bits; 0 if even two nodes do not. exact_tree_nodes: the same for trees. A
+    branch lies in other slots of the cache than the chain it becomes, so sums may round in another
+    order, unless attention sums in text order as `fused_forward` does.
     """
 
     device: str
@@ -43,7 +43,7 @@ class Exactness(NamedTuple):
 
     @property
     def promise(self) -> str:
-        """What may be said of this model on this machine, in one sentence."""
+        """One sentence on what this model guarantees on this machine."""
         if self.exact_nodes < 2:
             return "exact up to rounding: a near-tie may fall either way when shapes change"
         nodes = self.exact_tree_nodes
@@ -56,7 +56,7 @@ class Exactness(NamedTuple):
 
 def probe(target: Target, widths: Sequence[int] = WIDTHS, forced: int = 96) -> Exactness:
     """Read the same text of `forced` tokens one at a time, in chains of `widths`, as a tree and in
-    a batch; compare bits."""
+    a batch, and compare the bits."""
     dice = torch.Generator().manual_seed(0)
     text = torch.randint(target.vocab_size, (LEAD + forced,), generator=dice).to(target.device)
     chains = {f"chain of {width}": (1, width) for width in widths if width > 1}
@@ -86,14 +86,14 @@ T = TypeVar("T")
 
 
 def _largest(sizes: dict[T, int], gaps: dict[T, float]) -> int:
-    """The largest size below which nothing differs."""
+    """The largest size up to which nothing differs."""
     bad = min((sizes[case] for case, off in gaps.items() if off > 0), default=1 << 30)
     return max((size for size in sizes.values() if size < bad), default=0)
 
 
 def _logits(target: Target, text: Tensor, rows: int, width: int, extra: int = 0) -> Tensor:
-    """[L, V] logits of `text` after its lead in the last of `rows` equal rows: `width` tokens of
-    it are read and committed at a time, each with `extra` wrong siblings."""
+    """[L, V] logits of `text` after its lead, in the last of `rows` equal rows; `width` tokens are
+    read and committed at a time, each with `extra` wrong siblings."""
     cache = target.new_cache(rows, 256)
     view = cache.rows(0, 1)
     target.read(TokenTree.chain(text[None, :LEAD]), view)

@@ -1,5 +1,5 @@
-"""What is known about a target before it reads anything: found once by `inspection.inspect`, or
-known by construction of a native model."""
+"""What is known about a target before it reads anything, from `inspection.inspect` or, for native
+models, by construction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Facts:
 
     @property
     def vocab_size(self) -> int:
-        """Logits per token."""
+        """The number of logits per token."""
         return self.layout.vocab
 
     @property

@@ -1,7 +1,7 @@
-"""What a model's own generation_config asks for. Knows transformers' names and processors.
+"""Defaults from a model's generation_config. Knows transformers' names and processors.
 
-Every field of transformers' GenerationConfig is one of four things: a field of `Sampling`, a rule
-on logits that transformers' own processor applies, without effect on one text, or refused by name.
+Every field of transformers' GenerationConfig is either a field of `Sampling`, a rule on logits that
+transformers' own processor applies, without effect on a single text, or refused by name.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ UNDERSTOOD = {*FIELDS, *SAMPLED, "do_sample", "eos_token_id", *WITHOUT_EFFECT}
 
 
 def default_sampling(model: PreTrainedModel, ignored: str | None = None) -> Sampling:
-    """The sampling that the model's own generation_config asks for, as ``generate`` would apply it.
+    """The sampling from the model's generation_config, as ``generate`` would apply it.
 
-    ignored: names of what it does not ask for then, "num_beams,guidance_scale". What cannot be
-    honoured is a rule that refuses any request made with these defaults.
+    ignored: names of fields to ignore, such as "num_beams,guidance_scale". Fields that cannot be
+    honoured become a rule that refuses any request made with these defaults.
     """
     if getattr(model, "generation_config", None) is None:
         return Sampling()
@@ -65,7 +65,7 @@ def default_sampling(model: PreTrainedModel, ignored: str | None = None) -> Samp
             value = getattr(config, name, None)
             values[name] = usual.get(name) if value is None else value
         values["temperature"] = values["temperature"] or 1.0
-    ends = [[end] for end in stop_tokens(model)]  # transformers bans no end token
+    ends = [[end] for end in stop_tokens(model)]  # transformers does not ban end tokens
     values["banned_words"] = tuple(
         word for word in values["banned_words"] or () if word not in ends
     )
@@ -79,7 +79,7 @@ def default_sampling(model: PreTrainedModel, ignored: str | None = None) -> Samp
 
 
 def unsupported_options(config: GenerationConfig) -> list[str]:
-    """What a configuration asks for that is not honoured here, as ``name=value``."""
+    """The settings of a configuration that are not supported here, as ``name=value``."""
     names = {*GenerationConfig().to_dict()} - {*UNDERSTOOD, *RULES}
     names -= set() if config.do_sample else WHERE_SAMPLED
     values = {name: getattr(config, name, None) for name in sorted(names)}
@@ -87,7 +87,7 @@ def unsupported_options(config: GenerationConfig) -> list[str]:
 
 
 def _without(config: GenerationConfig, ignored: str | None) -> GenerationConfig:
-    """A copy that does not ask for what is ignored."""
+    """A copy without the ignored fields."""
     left, known = copy.copy(config), {*GenerationConfig().to_dict()} - UNDERSTOOD
     for name in ignored.split(",") if ignored else ():
         if name not in known:
@@ -100,7 +100,7 @@ def _without(config: GenerationConfig, ignored: str | None) -> GenerationConfig:
 
 
 def _asks(name: str, value: object) -> bool:
-    """Whether a field with this value changes anything."""
+    """Whether a field has an effect with this value."""
     if name.endswith("token_id"):
         return value is not None
     neutral = {**GenerationConfig._get_default_generation_params(), "guidance_scale": 1}

@@ -1,4 +1,4 @@
-"""generation_config.json read without transformers, where it asks for nothing but the usual."""
+"""Reads a generation_config.json with common settings alone, without transformers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FIELDS = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_new
 
 
 def read_generation(folder: Path) -> dict[str, object] | None:
-    """The settings of a folder, if all of them are understood here; None where transformers has to
-    read them."""
+    """The settings of a folder if all are understood here; None if transformers has to read
+    them."""
     try:
         settings = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -40,11 +40,11 @@ def read_generation(folder: Path) -> dict[str, object] | None:
 def native_defaults(
     model: NativeModel, ignored: str | None = None
 ) -> tuple[Sampling, tuple[int, ...]]:
-    """What a native model's folder asks for: a sampling, and the tokens that end a text.
+    """The defaults of a native model's folder: a sampling, and the tokens that end a text.
 
     Args:
         model: The model; a GGUF file's end tokens are in its configuration.
-        ignored: Fields that are left out, "num_beams,guidance_scale".
+        ignored: Fields to ignore, such as "num_beams,guidance_scale".
     """
     folder = Path(model.config.name_or_path)
     if not (folder / "generation_config.json").is_file():
@@ -67,7 +67,7 @@ def _ends(token: Any) -> tuple[int, ...]:
 
 
 def sampling_of(settings: dict[str, Any]) -> Sampling:
-    """The sampling that the settings ask for, as transformers' `generate` would apply it."""
+    """The sampling from these settings, as transformers' `generate` would apply it."""
     values = {ours: settings[theirs] for theirs, ours in FIELDS.items()
               if settings.get(theirs) is not None}
     if settings.get("do_sample"):

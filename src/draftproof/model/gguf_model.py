@@ -1,7 +1,7 @@
-"""GGUF files as transformers' models: the weights unpacked, without transformers' own reader.
+"""GGUF files as transformers models: weights are unpacked without transformers' own reader.
 
-For families that our forward does not know, and for `--dtype`. transformers' reader is used for the
-architectures that are mapped there and not here.
+For families that our forward does not know, and for `--dtype`. transformers' reader is used for
+architectures that are mapped only there.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from draftproof.model.gguf_source import note_unused
 
 
 def unpacked(file: GGUFFile, model: Model, dtype: torch.dtype) -> PreTrainedModel:
-    """A model in transformers' class, in evaluation mode.
+    """Make a model of transformers' class, in evaluation mode.
 
     Args:
         file: The file.
-        model: What it says about its model.
-        dtype: That the blocks are unpacked to.
+        model: The file's description of its model.
+        dtype: The dtype that blocks are unpacked to.
 
     Raises:
-        ModelNotFound: The file has other weights than the class.
+        ModelNotFound: The weights of the file and of the class differ.
     """
     note_unused(file, model)
     config = config_object(model)
@@ -51,7 +51,7 @@ def unpacked(file: GGUFFile, model: Model, dtype: torch.dtype) -> PreTrainedMode
 
 
 def config_object(model: Model) -> object:
-    """The configuration of a model as an object of transformers."""
+    """The configuration of a model as a transformers object."""
     settings = dict(model.config)
     architectures = settings.pop("architectures")
     config = AutoConfig.for_model(**settings)
@@ -60,7 +60,7 @@ def config_object(model: Model) -> object:
 
 
 def transformers_source(file: GGUFFile) -> dict[str, object]:
-    """What `from_pretrained` is given to read a file whose architecture is not mapped here.
+    """Arguments of `from_pretrained` for a file whose architecture is not mapped here.
 
     Raises:
         UnsupportedModel: transformers cannot read it either.

@@ -35,8 +35,8 @@ class GGUFSource:
 
     Args:
         file: The file.
-        model: What it says about its model.
-        dtype: What is computed in.
+        model: The file's description of its model.
+        dtype: The dtype of computation.
         kind: `BLOCKS` keeps matrices in the blocks of the file; None unpacks them to `dtype`;
             "int8" or "int4" quantises them again.
     """
@@ -47,7 +47,7 @@ class GGUFSource:
         self.file, self.model, self.dtype, self.kind = file, model, dtype, kind
 
     def with_kind(self, kind: str | None) -> GGUFSource:
-        """The same file, with matrices packed in other bits."""
+        """The same file, with matrices packed to another number of bits."""
         return GGUFSource(self.file, self.model, self.dtype, kind)
 
     def __contains__(self, name: str) -> bool:
@@ -71,7 +71,7 @@ class GGUFSource:
         else:
             weights = [dequantize(part, self.dtype) for part in parts]
             layer = pack(names, weights, joined, self.kind)
-        for name in names:                  # the mapped pages would stay next to the packed copy
+        for name in names:                  # or mapped pages would stay resident
             release(self.file.tensors[self.model.tensors[f"{name}.weight"].name].data)
         return layer
 
@@ -94,12 +94,12 @@ class GGUFSource:
 def native_gguf(
     path: str | Path, dtype: torch.dtype, *, unpack: bool = False
 ) -> NativeModel | None:
-    """The model of a GGUF file, read by our own forward; None where another has to read it.
+    """The model of a GGUF file, read by our own forward; None if our forward cannot read it.
 
     Args:
-        path: The file, or any part of a split one.
-        dtype: What activations, keys and values are computed in.
-        unpack: Unpack matrices to `dtype`, where they would stay in blocks.
+        path: The file, or any part of a split file.
+        dtype: The dtype of activations, keys and values.
+        unpack: Unpack matrices to `dtype` instead of keeping them in blocks.
     """
     file = GGUFFile.open(path)
     model = model_of(file)
@@ -112,7 +112,7 @@ def native_gguf(
 
 
 def note_unused(file: GGUFFile, model: Model) -> None:
-    """Say what the file holds that nothing reads."""
+    """Note the tensors of the file that nothing reads."""
     if model.unused:
         more = f" and {len(model.unused) - 1} more" if model.unused[1:] else ""
         log.warning("note: %s%s of %s: not used", model.unused[0], more, file.path)

@@ -1,9 +1,9 @@
-"""Reads compiled by torch.compile, or recorded once for their shapes and replayed: CUDA graphs, HPU
+"""Reads compiled by torch.compile, or recorded once per shape and replayed as CUDA or HPU
 graphs.
 
-A small model's step goes into starting operators one by one; a graph starts them all. What is
-recorded is the whole read: mask, forward, and the writing of keys and values into the cache, whose
-storage must stay where it is. Closed shapes keep the number of graphs small.
+A small model's step is mostly spent on starting operators one by one; a graph starts them all. The
+whole read is recorded: mask, forward, and the writing of keys and values into the cache, whose
+storage must not move. A fixed set of shapes keeps the number of graphs small.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ NODES = 64
 
 
 def compiled(target: Target, backend: str = "inductor") -> Target:
-    """A target with its forward compiled, for each shape it meets.
+    """A target whose forward is compiled for each shape.
 
-    inductor keeps what it compiled on disk. Raises UnsupportedModel if the model has no fast
-    forward, or if compiled it does not agree with the model's own.
+    inductor keeps compiled code on disk. Raises UnsupportedModel if the model has no fast forward,
+    or if the compiled forward does not agree with the model's own.
     """
     if not isinstance(target, ModuleTarget) or target.fast is None or target.fast.native:
         raise UnsupportedModel(
@@ -60,13 +60,13 @@ class _Graph(NamedTuple):
 
 
 class GraphReplay(ModuleTarget):
-    """A target whose reads are replayed. A reading lies where the last one of its shape lay: use it
-    at once."""
+    """A target whose reads are replayed. A reading overwrites the last one of its shape: use it at
+    once."""
 
     def __init__(self, target: Target, device: Device | None = None) -> None:
         if target.is_encoder_decoder:
             raise BadInput(f"{target.name} is an encoder-decoder; leave --use-hpu-graphs out")
-        vars(self).update(vars(target))                                         # examined already
+        vars(self).update(vars(target))                                         # checked already
         self._recorder = device or Device(target.device)
         if not self._recorder.captures:
             raise BadInput(
@@ -76,11 +76,11 @@ class GraphReplay(ModuleTarget):
         self._graphs = weakref.WeakKeyDictionary[KVCache, dict[object, _Graph]]()
 
     def read(self, tree: TokenTree, cache: KVCache, **how: Any) -> Reading:
-        """As `Target.read`."""
+        """See `Target.read`."""
         nodes = tree.tokens.shape[1]
         if nodes > NODES:
             return super().read(tree, cache, **how)
-        # what the host decides of a read
+        # everything that the host decides about a read
         seen = cache.reserve(nodes), cache.holds(nodes)
         key = (tree.tokens.shape, tree.depth_limit, tree.is_chain, *sorted(how.items()), seen)
         graphs = self._graphs.setdefault(cache, {})
@@ -95,7 +95,7 @@ class GraphReplay(ModuleTarget):
     def _recorded(self, tree: TokenTree, cache: KVCache, how: dict[str, Any]) -> _Graph:
         tokens, parents = tree.tokens.clone(), tree.parents.clone()
         depth, chain = tree.depth_limit, tree.is_chain
-        plain, weakly = super().read, weakref.ref(cache)    # no graph keeps its cache alive
+        plain, weakly = super().read, weakref.ref(cache)    # graphs do not keep their cache alive
 
         def read() -> Reading:
             alive = weakly()

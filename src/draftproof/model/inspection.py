@@ -1,5 +1,5 @@
-"""The check at load: what a target reads is compared with the model's own forward without a cache;
-what does not agree is refused. The verdict on files is kept for the next start."""
+"""The check at load: a target's reads are compared with the model's own forward without a cache,
+and refused if they do not agree. The verdict on files is kept for the next start."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def inspect(target: ModuleTarget) -> Facts:
     """Find out whether a target reads trees exactly, and by which forward.
 
     Args:
-        target: One that reads by its model's own forward, with its layout alone known.
+        target: A target that uses its model's own forward; only its layout is known.
 
     Returns:
-        What was found, or was found before of the same files.
+        The result, or the earlier result for the same files.
 
     Raises:
-        UnsupportedModel: It does not even read chains exactly.
+        UnsupportedModel: The target does not even read chains exactly.
     """
     alone, facts = target.group.is_single, target.facts
     is_own_check = alone and not target.is_encoder_decoder
@@ -62,20 +62,21 @@ def inspect(target: ModuleTarget) -> Facts:
 
 
 def tolerance_of(model: PreTrainedModel) -> float:
-    """How far logits may be from the model's own, relative to the largest."""
+    """The tolerance for logits, relative to the largest of the model's own."""
     rough = is_quantized(model) and model.dtype != torch.float16
     return TOLERANCES[torch.bfloat16 if rough else model.dtype]
 
 
 def examine(target: ModuleTarget) -> Facts:
-    """Compare what a target reads with the model's own forward without a cache.
+    """Compare a target's reads with the model's own forward without a cache.
 
-    Our forward reads where it agrees on a tree as closely as a read through the cache does, with
-    and without kernels, and the model's own if not; what reads not even chains exactly is refused.
+    Our forward is used, with and without kernels, where it agrees on a tree as closely as a read
+    through the cache does, and otherwise the model's own; a target that does not even read chains
+    exactly is refused.
     """
     model, tolerance = target.model, target.tolerance
     stock = target.with_facts(replace(target.facts, reads_trees=True, fast=False, fused=False))
-    # activations rounded to 8 bits make steps of last bits; the original was examined when loaded
+    # 8-bit activations amplify differences of last bits; the original was checked when loaded
     if any(isinstance(module, QuantizedLinear) for module in model.modules()):
         tolerance *= 4
     quantized: Any = getattr(model.config, "quantization_config", None)
@@ -98,8 +99,8 @@ def examine(target: ModuleTarget) -> Facts:
         return replace(stock.facts, reads_trees=False, single_steps=single)
     tree = ReferenceForward.of(stock, text, CHECK_TREE, together=True)
     on_tree = tree.error(stock)
-    # an ALiBi that counts slots is right for chains, and wrong for trees by hardly more than half
-    # precision blurs
+    # ALiBi by slots is right for chains, and wrong for trees by hardly more than half precision's
+    # rounding
     trees = bool(target.group.broadcast_int(on_tree <= max(tolerance, 3 * on_chain)))
     facts, enough = replace(stock.facts, reads_trees=trees), max(tolerance, 3 * on_tree)
     for fused in (True, False):
@@ -123,14 +124,14 @@ class ReferenceForward(NamedTuple):
     def of(
         cls, target: ModuleTarget, text: Tensor, shape: TreeShape, *, together: bool
     ) -> ReferenceForward:
-        """together: read all paths side by side, which is quicker and shows less of what rounding
-        does."""
+        """together: read all paths as one batch, which is faster and shows less of the rounding
+        errors."""
         nodes, lead = len(shape), text[:3]
         tree = TokenTree.shaped(text[None, 3 : 3 + nodes], shape)
         paths = [
             torch.cat([lead, tree.tokens[0][tree.ancestors[0, node]]]) for node in range(nodes)
         ]
-        # what follows is not seen
+        # later tokens are not seen
         padded = nn.utils.rnn.pad_sequence(paths, batch_first=True)
         parts = [padded] if together else [path[None] for path in paths]
         read = [row for part in parts for row in target.own_logits(part)]
@@ -138,7 +139,7 @@ class ReferenceForward(NamedTuple):
         return cls(lead[None], tree, torch.stack(last).double())
 
     def error(self, target: ModuleTarget) -> float:
-        """How far the target's read is from the model's own forward, relative to its logits."""
+        """The error of the target's read relative to the logits of the model's own forward."""
         cache = target.check_cache(32)
         try:
             target.read(TokenTree.chain(self.lead), cache)
@@ -151,8 +152,8 @@ class ReferenceForward(NamedTuple):
 
 
 def _reads_single_steps(target: ModuleTarget) -> bool:
-    """Whether a target may read single tokens from its states: no family rounds those much worse,
-    but by rounding their time step otherwise. Refuses one whose rows cannot go on from states."""
+    """Whether a target may read single tokens from its states; some families round the time step of
+    single tokens differently. Refuses a target whose rows cannot continue from states."""
     single = False
     try:
         worst = _error_after_states(
@@ -173,8 +174,8 @@ def _reads_single_steps(target: ModuleTarget) -> bool:
 
 
 def _error_after_states(target: ModuleTarget) -> float:
-    """The largest difference of logits in rounds of two rows, read at once and node by node,
-    relative to the largest."""
+    """The largest difference between logits of two rows read at once and node by node, relative to
+    the largest logit."""
     length = sum(max(counts) for _, counts in ROUNDS)
     text = target.check_text(2 * length).view(2, length)
     expected = target.model(input_ids=text, use_cache=False).logits.double()

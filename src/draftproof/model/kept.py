@@ -1,5 +1,5 @@
-"""The former path of `draftproof.weights.disk_cache`: the same module under another name, so that
-its settings can be changed here too."""
+"""The former path of `draftproof.weights.disk_cache`: the same module, so its settings can also be
+changed here."""
 
 import sys
 

@@ -1,5 +1,5 @@
-"""Models and tokenizers from folders, hub ids and objects; every failure in one sentence. Knows
-transformers."""
+"""Loads models and tokenizers from folders, hub ids and objects, and reports failures in one
+sentence. Knows transformers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("draftproof")
 
 def embedded(name: str = "demo") -> Path:
-    """The folder of an embedded model ("demo" or "demo-draft"), which plain transformers loads as
-    well.
+    """The folder of an embedded model ("demo" or "demo-draft"), which plain transformers can also
+    load.
 
     Args:
         name: A name in `draftproof.embedded_names`, such as "demo".
@@ -60,11 +60,11 @@ def load_model(
     model: str | Path, dtype: str | torch.dtype | None = None, device: str | None = None,
     sharding: DistributedConfig | None = None, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal LM or an encoder-decoder in evaluation mode, an image-text model for its text alone.
+    """Load a causal LM, an encoder-decoder or the text part of an image-text model for evaluation.
 
     dtype None: the checkpoint's own, or float32 where bfloat16 is not native. sharding: a
-    DistributedConfig of transformers, by which each rank loads its part and keeps it where it is
-    put. Weights that the checkpoint lacks are an error, those that go unused a warning.
+    transformers DistributedConfig, by which each rank loads its part and keeps it in place.
+    Missing weights are an error, unused ones a warning.
     """
     from transformers import AutoConfig
 
@@ -102,7 +102,7 @@ def load_model(
         _check_report(name, type(loaded).__name__, report)
         if sharding is None:
             _drop_towers(loaded)
-        # neither to move nor to cast
+        # it must not be moved or cast
         if sharding is not None or getattr(loaded, "hf_quantizer", None) is not None:
             return loaded.eval()
         if dtype is None and loaded.dtype != place.dtype_for(loaded.dtype):
@@ -131,8 +131,8 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> PreTra
 
 
 def _load_gguf(name: str, dtype: torch.dtype | str, place: Device) -> PreTrainedModel:
-    """The model of a GGUF file, unpacked; the architectures that only transformers' reader knows
-    are read by it."""
+    """The unpacked model of a GGUF file; transformers' reader reads architectures that only it
+    knows."""
     from draftproof.model.gguf_model import transformers_source, unpacked
 
     file = GGUFFile.open(name)
@@ -150,7 +150,7 @@ def _load_gguf(name: str, dtype: torch.dtype | str, place: Device) -> PreTrained
         )
         _check_report(name, type(loaded).__name__, report)
         _drop_towers(loaded)
-        vars(loaded).pop("hf_quantizer", None)              # it is an ordinary model now
+        vars(loaded).pop("hf_quantizer", None)              # it is an ordinary model from here on
         vars(loaded.config).pop("quantization_config", None)
         loaded.config.name_or_path = name
     loaded = loaded.to(place.torch_device).eval()
@@ -161,7 +161,7 @@ def _load_gguf(name: str, dtype: torch.dtype | str, place: Device) -> PreTrained
 def load_tokenizer(
     model: str | Path, *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | FastTokenizer | None:
-    """The tokenizer in a model's folder, or in its GGUF file; None if there is none."""
+    """The tokenizer from a model's folder or GGUF file; None if there is none."""
     name = resolve(model)
     if GGUFFile.recognises(name):
         return gguf_tokenizer(name)
@@ -174,13 +174,13 @@ def load_tokenizer(
 
 
 def _load_tokenizer(name: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """A tokenizer of transformers."""
+    """Load a transformers tokenizer."""
     from transformers import AutoTokenizer
 
     try:
         with _quiet(True):
             return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # tokenizers raises no narrower class
+    # tokenizers raises no more specific class
     except Exception as error:
         files = ("tokenizer.json", "tokenizer_config.json")
         if Path(name).is_file() or any(Path(name, file).is_file() for file in files):
@@ -191,7 +191,7 @@ def _load_tokenizer(name: str, *, trust_remote_code: bool) -> PreTrainedTokenize
 
 
 def _kind_of(name: str, config: PreTrainedConfig) -> Any:
-    """What loads a model of this configuration; refuses what writes no text."""
+    """The class that loads a model of this configuration; refuses models that write no text."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
@@ -215,7 +215,7 @@ def _kind_of(name: str, config: PreTrainedConfig) -> Any:
 
 
 def _drop_towers(model: PreTrainedModel) -> None:
-    """Leave out what an image-text model sees with: it reads text, and need not hold or move it."""
+    """Remove the image towers of an image-text model, which are not needed to read text."""
     from transformers import PreTrainedModel
 
     reads = model if model.config.is_encoder_decoder else model.get_decoder()
@@ -227,7 +227,7 @@ def _drop_towers(model: PreTrainedModel) -> None:
 
 
 def _check_report(name: str, kind: str, report: Mapping[str, Iterable[Any]]) -> None:
-    """Refuse weights that transformers would make up; tell of those that nothing uses."""
+    """Refuse missing weights, which transformers would make up; warn about unused ones."""
     unused, lacking = sorted(report["unexpected_keys"]), sorted(report["missing_keys"])
     sizes = {key: f"{key}: {list(a)} for {list(b)}" for key, a, b in report["mismatched_keys"]}
     for keys, what in ((lacking, "lacks"), (sorted(sizes.values()), "has another size of")):
@@ -248,11 +248,11 @@ def _several(keys: Sequence[str]) -> str:
 
 
 def _check_quantiser(name: str, quantized: object) -> None:
-    """Refuse what transformers would load as if it were not quantised."""
+    """Refuse quantised weights that transformers would load as if they were not quantised."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
     asked = quantized if isinstance(quantized, dict) else vars(quantized)
-    method = asked.get("quant_method") or "bitsandbytes"        # older ones of theirs do not say
+    method = asked.get("quant_method") or "bitsandbytes"        # its older checkpoints do not say
     method = str(getattr(method, "value", method))
     if not any(known.startswith(method) for known in AUTO_QUANTIZER_MAPPING):
         raise UnsupportedModel(
@@ -261,7 +261,7 @@ def _check_quantiser(name: str, quantized: object) -> None:
 
 
 def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of a name, a short one too; None for None."""
+    """The dtype of a full or short name; None for None."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -273,7 +273,7 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 @contextmanager
 def _clear_errors(name: str) -> Iterator[None]:
-    """One sentence for whatever loading can raise."""
+    """Turn every error of loading into one sentence."""
     try:
         yield
     except DraftproofError:
@@ -300,8 +300,7 @@ def _clear_errors(name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet(local: bool) -> Iterator[None]:
-    """No report of transformers' before ours, and no bar for what is local: a download keeps its
-    bar."""
+    """Silence transformers' report in favour of ours, and progress bars except for downloads."""
     from transformers.utils import logging as transformers_logging
 
     bars = transformers_logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""The layout of a transformers model, learnt from one forward with transformers' own cache; models
+"""Learns the layout of a transformers model from one forward with transformers' own cache. Models
 that cannot be served are refused, in a sentence that names the remedy."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """A target that is a transformers module: read by our forward where that agrees with the module's
-own, and by the module's own where it does not."""
+own, and otherwise by the module's own."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from draftproof.weights.snapshot import Snapshot
 
 
 class ModuleTarget(Target):
-    """A target around a transformers module, which stays the user's: it may be trained on.
+    """A target around a transformers module, which still belongs to the user and may be trained.
 
-    What is read is checked at load: a small tree is compared with the model's own forward.
+    Reads are checked at load: a small tree is compared with the model's own forward.
     """
 
     model: PreTrainedModel
@@ -57,36 +57,36 @@ class ModuleTarget(Target):
         self._packed = any(isinstance(module, JointLinear) for module in model.modules())
         self._seen, self._by_name = Snapshot.of(model), was_loaded_by_name(model)
         with torch.inference_mode(), self._as_loaded():
-            # until it is inspected, it is read by its own forward
+            # before the check, its own forward reads it
             self._adopt(Facts(self._learn_layout(), reads_trees=True), None)
             facts = inspection.inspect(self)
         self._adopt(facts, self.fast_forward(facts))
         self._seen = Snapshot.of(model)
 
     def _as_loaded(self) -> AbstractContextManager[object]:
-        """A block that reads a model which we loaded in the dtype that it was loaded in, whatever
-        the caller's autocast says; a model of the caller's is read as the caller would read it."""
+        """A block that ignores the caller's autocast for a model that we loaded; the caller's own
+        models are read as the caller would read them."""
         return without_autocast(self.device) if self._by_name else nullcontext()
 
     def fast_forward(self, facts: Facts) -> FastForward | None:
-        """Our forward of the module, where it fits and these facts say so."""
+        """Our forward of the module if it fits and these facts allow it; otherwise None."""
         if not (facts.fast and self.group.is_single and fits(self.model)):
             return None
         try:
             decoder = decoder_of(self.model, facts.layout.windows, self.context)
-        except FAILURES:                # a part is not what the family has there: its own runs
+        except FAILURES:                # an unusual part: the module's own forward runs
             return None
         return FastForward(decoder, use_kernels=facts.fused)
 
     def with_facts(self, facts: Facts) -> ModuleTarget:
-        """This target, read as other facts say."""
+        """This target with other facts."""
         other = self._copy()
         other._adopt(facts, self.fast_forward(facts))
         return other
 
     def hold_weakly(self) -> None:
-        """Hold the module weakly from now on: an engine that is kept with a module must not keep
-        the module alive."""
+        """Hold the module weakly from now on: an engine that is attached to a module must not keep
+        it alive."""
         self._weak_model = weakref.ref(self.__dict__.pop("model"))
 
     def __getattr__(self, name: str) -> PreTrainedModel:
@@ -99,7 +99,7 @@ class ModuleTarget(Target):
         return model
 
     def _learn_layout(self) -> Layout:
-        """What each layer stores; refuses a model whose forward runs under autocast."""
+        """Find what each layer stores; refuse a model whose forward runs under autocast."""
         with watch_autocast(self.model) as dtypes:
             layout = self.find_layout()
         for dtype in dtypes:
@@ -107,11 +107,11 @@ class ModuleTarget(Target):
         return layout
 
     def find_layout(self) -> Layout:
-        """What each layer stores."""
+        """Find what each layer stores."""
         return layout_of(self.model)
 
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """[B, S, V] of the model's own forward without a cache: what is exact."""
+        """[B, S, V] the exact logits, from the model's own forward without a cache."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
@@ -121,7 +121,7 @@ class ModuleTarget(Target):
         return torch.randint(self.vocab_size, (size,), generator=dice).to(self.device)
 
     def check_cache(self, size: int) -> KVCache:
-        """Of one row, for the check at load."""
+        """A cache of one row, for the check at load."""
         return self.plain_cache(1, size)
 
     def with_model(self, model: PreTrainedModel) -> ModuleTarget:
@@ -133,8 +133,8 @@ class ModuleTarget(Target):
         return other
 
     def refresh(self) -> None:
-        """Take up weights that somebody changed: by a step of training, a merged adapter, a loaded
-        state. Raises BadInput for a model that was cast, moved, or put in training mode."""
+        """Adopt weights that were changed by a training step, a merged adapter or a loaded state.
+        Raises BadInput for a model that was cast, moved, or put in training mode."""
         model, now = self.model, Snapshot.of(self.model)
         if model.training:
             raise BadInput(
@@ -170,7 +170,7 @@ class ModuleTarget(Target):
         self._seen = now
 
     def _reject_other_vocabulary(self, layout: Layout) -> None:
-        """Raise BadInput for a model that has other tokens now; drafters know those of before."""
+        """Raise BadInput for a model whose vocabulary changed, since drafters know the old one."""
         if layout.vocab != self.vocab_size:
             raise BadInput(
                 f"{self.name} had {self.vocab_size} tokens when it was loaded here and has "
@@ -212,7 +212,7 @@ class ModuleTarget(Target):
         self, tree: TokenTree, cache: StateCache, first: int, last_only: bool,
         hidden_layers: tuple[int, ...]
     ) -> Reading:
-        """As `read`: a block of every row is read, and what was asked for is taken from it."""
+        """As `read`: read a block of every row, and take the requested nodes from it."""
         short = self._packed and tree.tokens.shape[1] - first <= BLOCK
         with torch_alone() if short else nullcontext():
             return self._read_block(tree, cache, first, last_only, hidden_layers)
@@ -241,7 +241,7 @@ class ModuleTarget(Target):
     def _inputs(
         self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache
     ) -> dict[str, object]:
-        """What the model's own forward is given for a read."""
+        """The arguments of the model's own forward for a read."""
         return {"input_ids": tokens, "attention_mask": masks, "position_ids": positions,
                 self.layout.cache_name: cache.for_module()}
 
@@ -249,7 +249,7 @@ class ModuleTarget(Target):
         self, tokens: Tensor, masks: object, positions: Tensor, cache: KVCache, last: int,
         hidden_layers: tuple[int, ...]
     ) -> Reading:
-        """The model's own forward; last: how many of the last tokens' logits are wanted; 0: all."""
+        """Run the model's own forward; last: the number of last tokens with logits; 0: all."""
         out = self.model(
             **self._inputs(tokens.clamp(0, self.vocab_size - 1), masks, positions, cache),
             use_cache=True, output_hidden_states=bool(hidden_layers),
@@ -264,11 +264,10 @@ class ModuleTarget(Target):
         self, tokens: Tensor, weights: Tensor, *, hidden_layers: tuple[int, ...] = (-1,),
         logits: bool = False
     ) -> Features:
-        """Read whole texts without a cache, for training: tokens [B, S], the shorter ones padded on
-        the right.
+        """Read whole texts without a cache, for training: tokens [B, S], padded on the right.
 
-        weights: [B, S] passed through. hidden_layers: as in `read`. logits: return those after
-        every token as well.
+        weights: [B, S] passed through. hidden_layers: as in `read`. logits: also return logits
+        after every token.
         """
         out = self.model(
             input_ids=tokens.clamp(0, self.vocab_size - 1), use_cache=False,
@@ -279,19 +278,19 @@ class ModuleTarget(Target):
         return Features(tokens, hidden, weights, out.logits if logits else None)
 
     def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
-        """[..., H] the model's own token embeddings, without what some families do to them
-        afterwards; raw: as their table has them."""
+        """[..., H] the model's own token embeddings, before later steps of some families; raw: as
+        stored in the table."""
         table = self.model.get_input_embeddings()
         tokens = tokens.clamp(0, self.vocab_size - 1)
         return torch.nn.functional.embedding(tokens, table.weight) if raw else table(tokens)
 
     def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor:
-        """[..., V] logits of hidden states after the final norm, scaled or capped where the
-        model's own are; raw: as the head has them."""
-        # packed weights know no gradients
+        """[..., V] logits of hidden states after the final norm, scaled or capped like the model's
+        own; raw: as the head computes them."""
+        # packed weights have no gradients
         packed = self.fast if torch.is_inference_mode_enabled() else None
         head = packed.head if packed is not None else self.model.get_output_embeddings()
-        # DeepSpeed's want three dimensions
+        # DeepSpeed's need three dimensions
         wide = hidden if self.group.is_single else hidden.reshape(1, -1, hidden.shape[-1])
         logits = head(wide) if raw else self._scaling.apply(head(wide))
         if self.group.is_single:

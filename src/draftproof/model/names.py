@@ -1,4 +1,4 @@
-"""Names of models and drafters: what they may be, checked before anything is loaded.
+"""Checks names of models and drafters before anything is loaded.
 
 Imports neither torch nor transformers.
 """
@@ -22,20 +22,20 @@ WEIGHTS = ("config.json", "adapter_config.json")
 
 
 def _embedded_folders() -> list[Path]:
-    """Folders that have models and draft heads, each in a folder."""
+    """Folders that contain a folder for each model or draft head."""
     package = find_spec(HEADS_PACKAGE)
     places = package.submodule_search_locations if package is not None else None
     return [EMBEDDED, *map(Path, places or ())]
 
 
 def embedded_folder(name: str) -> Path | None:
-    """The folder of an embedded model or of draft heads; None if there is none of this name."""
+    """The folder of the embedded model or draft heads of this name; None if there is none."""
     folders = (folder / name for folder in _embedded_folders() if name)
     return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
 
 def resolve(model: str | Path) -> str:
-    """What is loaded: the folder of an embedded name, a local folder, or a hub id as it is."""
+    """Resolve a name: the folder of an embedded name, a local folder, or an unchanged hub id."""
     return str(embedded_folder(str(model)) or model)
 
 
@@ -45,7 +45,7 @@ def embedded_names() -> list[str]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name can only be a file or folder, and no hub id."""
+    """Whether a name can only be a file or folder, not a hub id."""
     path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
     return path or name.lower().endswith((".gguf", ".safetensors", ".bin"))
 
@@ -81,7 +81,7 @@ def not_on_the_hub(name: str, why: str) -> str:
 
 
 def near(name: str, known: Iterable[str] = ()) -> str:
-    """`` (near it: X, Y)``: files and folders with names like this one, or nothing."""
+    """`` (near it: X, Y)``: files and folders with similar names, or an empty text."""
     choices = {*_models_near(Path(name)), *known, *embedded_names()}
     wanted = Path(name).name
     by_name = {Path(choice).name.lower(): choice for choice in choices}

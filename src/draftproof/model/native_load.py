@@ -1,4 +1,4 @@
-"""Which folders are read natively, and reading them."""
+"""Decides which folders are read natively, and reads them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class NativeFolder(NamedTuple):
         name: The folder.
         settings: Its config.json.
         source: Its weights.
-        dtype: What is computed in.
+        dtype: The dtype of computation.
     """
 
     name: str
@@ -49,11 +49,11 @@ class NativeFolder(NamedTuple):
     dtype: torch.dtype
 
     def model(self) -> NativeModel:
-        """The model with weights in `dtype`, or in the blocks that hold a quantised checkpoint;
-        says which tensors nothing reads.
+        """The model with weights in `dtype`, or in blocks for a quantised checkpoint; reports
+        unused tensors.
 
         Raises:
-            ModelNotFound: Tensors are missing, or have another size.
+            ModelNotFound: Tensors are missing, or have a wrong size.
         """
         made = self._quantized() if isinstance(self.source, QuantizedSource) else self._built(
             self.source)
@@ -67,7 +67,7 @@ class NativeFolder(NamedTuple):
         return NativeModel(self.settings, source, dtype=self.dtype, name=self.name)
 
     def _quantized(self) -> NativeModel:
-        """The model of a quantised checkpoint, whose blocks are kept in the cache folder."""
+        """The model of a quantised checkpoint; its blocks are kept in the cache folder."""
         source = self.source
         assert isinstance(source, QuantizedSource)
         place = kept_of_files(self.name, "checkpoint", str(self.dtype), str(source.layout))
@@ -88,16 +88,16 @@ class NativeFolder(NamedTuple):
 def native_folder(
     name: str, dtype: torch.dtype | None, device: str | None, *, trust_remote_code: bool = False
 ) -> NativeFolder | None:
-    """A folder of safetensors that our own forward reads; None where transformers reads it.
+    """A folder of safetensors that our own forward can read; None if transformers has to.
 
-    Native are the families of `native_config` in bfloat16 on a CPU with kernels, where everything
-    that is in the folder is in its usual place.
+    The families of `native_config` are native in bfloat16 on a CPU with kernels, if the folder has
+    the usual files.
 
     Args:
         name: The folder.
-        dtype: What the user asked for; None: the checkpoint's own.
-        device: Likewise; None: the best there is.
-        trust_remote_code: Whether code in the folder is run, which only transformers does.
+        dtype: The user's dtype; None: the checkpoint's own.
+        device: The user's device; None: the best one available.
+        trust_remote_code: Whether to run code in the folder, which only transformers does.
     """
     folder = Path(name)
     settings = read_config(folder) if folder.is_dir() else None

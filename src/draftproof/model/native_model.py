@@ -1,7 +1,7 @@
-"""A model built from a configuration and a source of tensors, without transformers' class of it.
+"""A model built from a configuration and a source of tensors, without its transformers class.
 
-The families and what distinguishes them: which matrices have a bias and which are stored as one,
-whether heads are normed, and what Gemma norms in addition.
+Describes how the families differ: which matrices have a bias or are stored as one, whether heads
+are normed, and Gemma's additional norms.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ EMBEDDING = "model.embed_tokens"
 
 
 class NativeModel:
-    """A decoder of a known family, read by our own forward alone.
+    """A decoder of a known family that only our own forward reads.
 
-    It stands where a transformers module stands for other targets (`target.model`).
+    It takes the place of a transformers module (`target.model`).
 
     Args:
         settings: The configuration in Hugging Face's format.
-        source: Where the weights come from.
-        dtype: What activations, keys and values are computed in.
-        name: Where it was read from: a folder or file.
+        source: The source of the weights.
+        dtype: The dtype of activations, keys and values.
+        name: The folder or file that it was read from.
 
     Attributes:
-        config: The completed configuration, with the attributes of config.json.
+        config: The completed configuration, with attributes named as in config.json.
         forward: The forward over its layers.
         named_linears: Every packed matrix, by the name of its first module.
 
     Raises:
-        UnsupportedModel: A family, or a setting, that our forward does not know.
+        UnsupportedModel: Our forward does not know the family or a setting.
     """
 
     device = torch.device("cpu")
@@ -77,7 +77,7 @@ class NativeModel:
 
     @property
     def facts(self) -> Facts:
-        """What a target is built from; nothing has to be tried."""
+        """The facts of the target, known without a check."""
         layer = self.decoder.layers[0]
         shape = LayerShape(layer.key_heads, self.decoder.head_dim, self.decoder.head_dim)
         count = len(self.decoder.layers)
@@ -105,17 +105,17 @@ class NativeModel:
 
     @property
     def head(self) -> JointLinear:
-        """What makes logits."""
+        """The layer that computes logits."""
         return list(self.named_linears.values())[-1]
 
     @property
     def vocab_size(self) -> int:
-        """Logits per token."""
+        """The number of logits per token."""
         return self.head.out_features
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights; embeddings that are tied to the head count once."""
+        """The size of the weights in bytes; embeddings tied to the head count once."""
         table = self.decoder.embed.weight
         vectors = sum(weight.nbytes for layer in self.decoder.layers for weight in layer.weights
                       if weight is not None)
@@ -125,31 +125,31 @@ class NativeModel:
 
     @property
     def weight_count(self) -> int:
-        """Numbers in the matrices that are multiplied for each token."""
+        """The count of numbers in the matrices that are multiplied for each token."""
         return sum(
             linear.in_features * linear.out_features for linear in self.named_linears.values()
         )
 
     def modules(self) -> Iterator[JointLinear]:
-        """Every packed matrix, as a module of torch lists its parts."""
+        """Every packed matrix, like `modules` of a torch module."""
         return iter(self.named_linears.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """What is not packed: the embeddings, where they are dense, and the final norm."""
+        """Unpacked tensors: the embeddings, if they are dense, and the final norm."""
         if self.decoder.embed.weight is not None:
             yield f"{EMBEDDING}.weight", self.decoder.embed.weight
         yield "model.norm.weight", self.source.tensor("model.norm.weight")
 
     def parameters(self) -> Iterator[Tensor]:
-        """As `named_parameters`, without the names."""
+        """The tensors of `named_parameters`, without names."""
         return (weight for _, weight in self.named_parameters())
 
     def buffers(self) -> Iterator[Tensor]:
-        """None: tables that are computed belong to the forward."""
+        """No tensors: computed tables belong to the forward."""
         return iter(())
 
     def first_layers(self, count: int) -> NativeModel:
-        """The same model with its first `count` layers alone; weights are shared."""
+        """The same model with only its first `count` layers; weights are shared."""
         other = object.__new__(NativeModel)
         vars(other).update(vars(self))
         settings = {**self.config.settings, "num_hidden_layers": count}
@@ -165,7 +165,7 @@ class NativeModel:
 
 
 class _Names(NamedTuple):
-    """The modules of a layer that are multiplied as one."""
+    """The modules of a layer, grouped by those that are multiplied as one."""
 
     qkv: Sequence[str]
     gate_up: Sequence[str]
@@ -215,7 +215,7 @@ class DecoderBuilder:
         )  # fmt: skip
 
     def head(self) -> JointLinear:
-        """What makes logits, tied to the embeddings or not."""
+        """The layer that computes logits, tied to the embeddings or not."""
         name = "lm_head" if not self.config.tie_word_embeddings else EMBEDDING
         return self._linear([name], False, self.config.hidden_size, self.config.vocab_size)
 
@@ -260,7 +260,7 @@ class DecoderBuilder:
         )  # fmt: skip
 
     def _kind(self, number: int) -> int:
-        """The index of a layer's kind of attention, noted at first sight."""
+        """The index of a layer's kind of attention, which is added if it is new."""
         config = self.config
         name, rope = config.rope_of(number)
         rotated = 0
@@ -289,7 +289,7 @@ class DecoderBuilder:
         return layer
 
     def _norm_weight(self, name: str) -> Tensor:
-        """[.] float32, what a norm multiplies by; Gemma's count from one."""
+        """[.] the float32 factors of a norm; Gemma stores them less one."""
         weight = self.source.tensor(f"{name}.weight").float()
         return 1.0 + weight if self.gemma else weight
 
@@ -298,7 +298,7 @@ class DecoderBuilder:
         return rms_norm(weight, self.dtype, len(weight), self.config.rms_norm_eps)
 
     def _head_norm(self, query: Tensor | None, key: Tensor | None) -> Linear | None:
-        """The norms of queries and keys, each head with the weight of its kind, as one."""
+        """The norms of query and key heads as one norm, each head with its own kind's weight."""
         if query is None or key is None:
             return None
         heads, key_heads = self.config.num_attention_heads, self.config.num_key_value_heads
@@ -306,14 +306,14 @@ class DecoderBuilder:
         return rms_norm(weight, self.dtype, weight.shape[-1], self.config.rms_norm_eps)
 
     def _scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """The factor of the products of queries and keys."""
         config = self.config
         if config.model_type == "granite":
             return float(config.attention_multiplier)
         return float((config.query_pre_attn_scalar if self.gemma else config.head_dim) ** -0.5)
 
     def _embed_scale(self) -> float:
-        """Gemma's is rounded as its embeddings are."""
+        """The factor of the embeddings; Gemma's is rounded like the embeddings."""
         if self.gemma:
             return float(torch.tensor(self.config.hidden_size**0.5).to(self.dtype))
         return float(getattr(self.config, "embedding_multiplier", 1.0))

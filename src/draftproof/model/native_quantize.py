@@ -1,7 +1,7 @@
-"""Quantised native models: packed from the source, compared with it layer by layer.
+"""Quantised native models, packed from the source and compared with it layer by layer.
 
-The original is never held: each layer is read from the file, packed as it is, multiplied, and let
-go of. What was packed, and what the comparison said, are kept in the cache folder.
+The original is never held as a whole: each layer is read from the file, packed, multiplied and
+released. The packed layers and the result of the comparison are kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROWS = 32
 
 
 class KeptSource:
-    """A source whose matrices were packed earlier.
+    """A source with matrices that were packed earlier.
 
     Args:
-        source: Where everything else comes from.
-        layers: States of packed layers by the name of their first module.
+        source: The source of everything else.
+        layers: States of packed layers, by the name of their first module.
     """
 
     def __init__(self, source: TensorSource, layers: Mapping[str, Mapping[str, object]]) -> None:
@@ -63,18 +63,18 @@ def quantized_and_compared(
     settings: dict[str, object], source: TensorSource, kind: str, text: Tensor | None,
     *, dtype: torch.dtype, name: str,
 ) -> tuple[NativeModel, Quantization]:  # fmt: skip
-    """A native model in few bits, and what that cost.
+    """A quantised native model, and the cost of quantising it.
 
     Args:
         settings: The configuration.
         source: The original weights.
         kind: "int8" or "int4".
-        text: [S] token ids to compare on; None compares nothing.
-        dtype: What is computed in.
-        name: The folder or file, which says whether it was quantised before.
+        text: [S] token ids for the comparison; None: no comparison.
+        dtype: The dtype of computation.
+        name: The folder or file, by which earlier results are found.
 
     Raises:
-        BadInput: A kind that is not for a CPU.
+        BadInput: The kind is not available on a CPU.
     """
     if kind not in KINDS:
         raise BadInput(
@@ -98,7 +98,7 @@ def quantized_and_compared(
 def _compared(
     model: NativeModel, source: TensorSource, kind: str, text: Tensor | None
 ) -> Quantization:
-    """What a quantised model says of a text, against the weights of the source."""
+    """Compare a quantised model with the weights of the source on a text."""
     config = model.config
     embeddings = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     before = 2 * (model.weight_count + embeddings)
@@ -121,7 +121,7 @@ def _compared(
 
 
 def _own_states(model: NativeModel, text: Tensor) -> Tensor:
-    """[S, H] after the final norm."""
+    """[S, H] the states of a text after the final norm."""
     from draftproof.model.target import Target
 
     features = Target(model).features(text[None], torch.ones(1, len(text), dtype=torch.float32))
@@ -129,8 +129,8 @@ def _own_states(model: NativeModel, text: Tensor) -> Tensor:
 
 
 def original_states(model: NativeModel, source: TensorSource, text: Tensor) -> tuple[Tensor, Any]:
-    """States [S, H] of a text after the final norm by the weights of the source, and its head; a
-    layer is held while it is read."""
+    """Compute the states [S, H] of a text after the final norm with the weights of the source, and
+    its head; a layer is held only while it is read."""
     builder = DecoderBuilder(model.config, source.with_kind(None), model.dtype)
     tree, size, forward = TokenTree.chain(text[None]), len(text), model.forward
     positions = torch.arange(size)[None]
@@ -141,5 +141,5 @@ def original_states(model: NativeModel, source: TensorSource, text: Tensor) -> t
         window = builder.kinds[layer.kind].window
         mask = tree_mask(tree, cache.lengths, span, model.dtype, 0, window)
         hidden = forward.layer(layer, cache.layers[0], hidden, positions, mask)
-        builder.linears.clear()                         # which would hold the whole original
+        builder.linears.clear()                         # or they would hold the whole original
     return model.decoder.norm(hidden)[0], builder.head().forward

@@ -1,4 +1,4 @@
-"""A target read by our own forward alone: built from a configuration and tensors."""
+"""A target that only our own forward reads, built from a configuration and tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NativeTarget(Target):
-    """A target that is no transformers module. Its weights never change."""
+    """A target without a transformers module. Its weights never change."""
 
     model: NativeModel
     _module: PreTrainedModel | None
@@ -90,7 +90,7 @@ class NativeTarget(Target):
     def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
         decoder = self.model.decoder
         rows = decoder.embed.rows(tokens.clamp(0, self.vocab_size - 1))
-        # Gemma's own table scales, the others' bodies do
+        # Gemma's table scales, in other families the body
         scales = not raw and self.model.config.model_type == "gemma3_text"
         return rows * decoder.embed_scale if scales else rows
 

@@ -1,9 +1,8 @@
-"""A target in parts, one on each rank of a group: by transformers' own plan, or by DeepSpeed.
+"""A target split over the ranks of a group, by transformers' own plan or by DeepSpeed.
 
-Every rank runs the same program on the same prompts. Rank 0 decides; what it decides is broadcast,
-so that no rounding and no clock can make two ranks go different ways. The model is still called as
-a whole: it adds up its parts between the ranks, and gives every rank the same logits and hidden
-states.
+Every rank runs the same program on the same prompts. Rank 0 makes decisions and broadcasts them, so
+ranks cannot diverge by rounding or timing. The model is still called as a whole: it sums its parts
+over the ranks, and gives every rank the same logits and hidden states.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ BLUR = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.flo
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """`size` ranks, of which this process is `rank`. One rank agrees with itself, at no cost."""
+    """`size` ranks, of which this process is `rank`. A single rank communicates nothing."""
 
     rank: int = 0
     size: int = 1
@@ -51,12 +50,12 @@ class ProcessGroup:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this rank decides, and is the one that speaks."""
+        """Whether this rank makes decisions and prints."""
         return self.rank == 0
 
     def broadcast(self, *mine: Tensor) -> tuple[Tensor, ...]:
-        """Rank 0's integers in place of `mine`, which have the same shapes on every rank; one
-        broadcast for all."""
+        """Return rank 0's integers for `mine`, which have the same shapes on every rank, in one
+        broadcast."""
         if self.is_single:
             return mine
         packed = torch.cat([tensor.reshape(-1).long() for tensor in mine])
@@ -69,11 +68,11 @@ class ProcessGroup:
         )
 
     def broadcast_int(self, mine: int) -> int:
-        """Rank 0's number."""
+        """Return rank 0's number."""
         return int(self.broadcast(torch.tensor([mine]))[0])
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        """What `make` gives rank 0, on every rank; a foreseen error as well."""
+        """Return rank 0's result of `make`, or raise its expected error, on every rank."""
         if self.is_single:
             return make()
         shared: list[T | Exception | None] = [None]
@@ -97,7 +96,7 @@ class ProcessGroup:
         try:
             yield
         except (RuntimeError, DraftproofError) as error:
-            # what loading made a sentence of
+            # errors that loading turned into a sentence
             reason = error.__cause__ if isinstance(error, DraftproofError) else error
             if isinstance(error, RankLost) or not _is_about_ranks(reason):
                 raise
@@ -114,8 +113,8 @@ ALONE = ProcessGroup()
 def form_group(parallel: str | None) -> ProcessGroup:
     """The group that a launcher such as torchrun started this process for; formed once.
 
-    parallel: what cuts the model; None: this process runs it alone. When a rank ends, collectives
-    of the others fail, and torchrun ends those that wait otherwise.
+    parallel: what splits the model; None: this process runs it alone. When a rank ends, collectives
+    of the others fail, and torchrun ends ranks that wait for something else.
     """
     if parallel is None:
         return ALONE
@@ -137,15 +136,15 @@ def form_group(parallel: str | None) -> ProcessGroup:
 
 
 def _connect() -> None:
-    """Meet the other ranks: over gloo for what lies in main memory, over the accelerator's own ways
-    besides."""
+    """Connect to the other ranks: over gloo for main memory, and also over the accelerator's own
+    backend."""
     backend = "gloo"
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
     try:
-        # reading a part of a large model from a slow disk takes long
+        # reading a part of a large model from a slow disk takes a long time
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
     except (RuntimeError, ValueError, OSError) as error:
         raise RankLost(
@@ -156,7 +155,7 @@ def _connect() -> None:
 
 
 def _is_about_ranks(error: BaseException | None) -> bool:
-    """Whether a collective failed, rather than the computation around it."""
+    """Whether a collective failed, not the computation around it."""
     signs = "gloo|NCCL|Connection closed|Connection reset|Broken pipe|Timed out|process group"
     matches = re.search(signs, str(error)) is not None
     return isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or matches)
@@ -166,8 +165,8 @@ def load_sharded(
     model: str | Path, dtype: str | torch.dtype | None, device: str | None, parallel: str,
     group: ProcessGroup
 ) -> PreTrainedModel:
-    """This rank's part of a causal LM, cut by "tensor" (transformers) or "deepspeed"; called like a
-    whole one."""
+    """Load this rank's part of a causal LM, split by "tensor" (transformers) or "deepspeed"; it is
+    called like the whole model."""
     if device not in (None, Device.from_name().kind):
         raise BadInput(
             f"device was {device!r}, and the ranks of a parallel run each take one; leave it out"
@@ -186,14 +185,14 @@ def load_sharded(
 def _by_plan(
     model: str | Path, dtype: str | torch.dtype | None, group: ProcessGroup
 ) -> PreTrainedModel:
-    """Tensor parallel by the plan that comes with the model in transformers."""
+    """Load with tensor parallelism by the model's plan in transformers."""
     config = loading.load_config(model)
     if not getattr(config.get_text_config(), "base_model_tp_plan", None):
         raise UnsupportedModel(
             f"transformers has no tensor-parallel plan for {config.model_type} models; try "
             "'deepspeed'"
         )
-    if dtype is None:                               # parts are not cast when they are loaded
+    if dtype is None:                               # parts are not cast by loading
         dtype = Device.from_name().dtype_for(config.dtype or torch.float32)
     from transformers.distributed import DistributedConfig
 
@@ -204,11 +203,10 @@ def _by_plan(
 def _by_deepspeed(
     model: str | Path, dtype: str | torch.dtype | None, group: ProcessGroup
 ) -> PreTrainedModel:
-    """DeepSpeed's automatic tensor parallelism; every rank reads the whole checkpoint into main
-    memory first.
+    """Load with DeepSpeed's automatic tensor parallelism; every rank first reads the whole
+    checkpoint into main memory.
 
-    DeepSpeed guesses how to cut a family it was not told of, so the parts are compared with the
-    whole.
+    DeepSpeed guesses how to split unknown families, so the parts are compared with the whole.
     """
     whole = loading.load_model(model, dtype, "cpu")
     text = torch.arange(1, 9)[None] % whole.config.get_text_config().vocab_size
@@ -227,10 +225,9 @@ def _by_deepspeed(
 
 
 def _cut(whole: PreTrainedModel, group: ProcessGroup) -> PreTrainedModel:
-    """Cut by DeepSpeed. Its sums in shared memory crash where they are used and not all ranks are
-    on this machine.
+    """Split by DeepSpeed. Its sums in shared memory crash if not all ranks are on this machine.
 
-    It learns how many are from LOCAL_SIZE, which its own launcher sets and torchrun does not.
+    It takes their number from LOCAL_SIZE, which its own launcher sets and torchrun does not.
     """
     local = int(os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "0")))
     try:
@@ -244,7 +241,7 @@ def _cut(whole: PreTrainedModel, group: ProcessGroup) -> PreTrainedModel:
         engine = deepspeed.init_inference(
             whole, tensor_parallel=sizes, dtype=whole.dtype, replace_with_kernel_inject=False
         )
-    except Exception as error:                      # a compiler's, or of a model that it cannot cut
+    except Exception as error:                      # a compiler's, or a model that it cannot split
         raise UnsupportedModel(
             f"DeepSpeed cannot run {type(whole).__name__} here ({first_line(error)}); use 'tensor'"
         ) from error
@@ -254,8 +251,8 @@ def _cut(whole: PreTrainedModel, group: ProcessGroup) -> PreTrainedModel:
 
 @contextmanager
 def _on_stderr() -> Iterator[None]:
-    """What DeepSpeed and the compilers it starts say on stdout goes to stderr: stdout is the
-    text's."""
+    """Redirect the output of DeepSpeed and its compilers from stdout to stderr, since stdout is for
+    text."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

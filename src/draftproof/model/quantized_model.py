@@ -1,7 +1,7 @@
-"""Quantised checkpoints as transformers' models: the weights unpacked, by our own readers.
+"""Quantised checkpoints as transformers models: our own readers unpack the weights.
 
-For families that our forward does not know, and for other dtypes than bfloat16. Neither the
-packages nor the accelerators that the methods ask for are needed.
+For families that our forward does not know, and for other dtypes than bfloat16. The packages and
+accelerators that the methods require are not needed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ DESCRIPTION = "_draftproof_weights"
 def unpacked_checkpoint(
     name: str, kind: Any, config: PreTrainedConfig, dtype: torch.dtype | str
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """A quantised folder in transformers' class, and transformers' report of its weights.
+    """Load a quantised folder into transformers' class, with transformers' report on its weights.
 
     Args:
         name: The folder, or a hub id.
         kind: The class that loads it.
         config: Its configuration, from which the quantisation is removed.
-        dtype: That weights are unpacked to; "auto" is bfloat16.
+        dtype: The dtype that weights are unpacked to; "auto" is bfloat16.
 
     Returns:
-        None for what is not quantised, and for methods and classes that are left to transformers.
+        None if it is not quantised, and for methods and classes that are left to transformers.
 
     Raises:
         UnsupportedModel: Its weights are codes, and nothing says how to read them.
@@ -77,7 +77,7 @@ def unpacked_checkpoint(
 
 
 def describe(model: PreTrainedModel, stated: Any) -> None:
-    """Note on a module what transformers made of the quantised weights of its checkpoint.
+    """Note on a module how transformers loaded the quantised weights of its checkpoint.
 
     Args:
         model: The module that transformers loaded.
@@ -94,13 +94,13 @@ def describe(model: PreTrainedModel, stated: Any) -> None:
 
 
 def described(model: Any) -> str | None:
-    """What became of the quantised weights of a module of transformers; None if it has none."""
+    """How the quantised weights of a transformers module were loaded; None if it has none."""
     text: str | None = getattr(model, DESCRIPTION, None)
     return text
 
 
 def _class_of(kind: Any, config: PreTrainedConfig) -> Any:
-    """The class of transformers that `kind` makes for a configuration."""
+    """The transformers class that `kind` makes for a configuration."""
     classes = kind._model_mapping[type(config)]
     if not isinstance(classes, (list, tuple)):
         return classes
@@ -109,7 +109,7 @@ def _class_of(kind: Any, config: PreTrainedConfig) -> Any:
 
 
 def _folder(name: str) -> Path:
-    """Where the files of a checkpoint are, fetched from the hub if need be."""
+    """The folder of a checkpoint's files, fetched from the hub if need be."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download

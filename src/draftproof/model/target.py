@@ -1,6 +1,6 @@
 """The target: a causal language model that reads token trees.
 
-The draft model of speculative sampling is read through the same class: to it, drafting is reading.
+The draft model of speculative sampling is read through the same class.
 `Target` is the protocol and what all targets share; `ModuleTarget` reads a transformers module,
 `NativeTarget` a model built from a configuration and tensors.
 """
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 
 
 class Target:
-    """A causal LM as the decoder sees it.
+    """A causal LM with the interface that decoding needs.
 
     `Target(model)` makes the implementation for the model, as `pathlib.Path` does for a system.
 
     Args:
         model: A transformers module with a language-model head, put in evaluation mode and
             otherwise left alone; or a `NativeModel`.
-        kv_cache: "int8" or "fp8" to store keys and values in so many bits; None, as the model
-            computes them.
+        kv_cache: "int8" or "fp8" to store keys and values in 8 bits; None to store them as
+            the model computes them.
         group: The ranks that hold the model's parts, if it is sharded; each keeps the keys and
             values of its own heads.
 
     Attributes:
         facts: What the model stores, which drafts it reads exactly, and by which forward.
         model: The module or native model that is read.
-        context: Positions the model knows.
-        quantization: What quantising cost and saved, if it was quantised.
+        context: The number of positions that the model supports.
+        quantization: What quantising cost and saved, if the target was quantised.
 
     Raises:
         UnsupportedModel: What cannot be read exactly, in one sentence.
@@ -91,7 +91,7 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.context = context_of(config)
         self.hidden_size = int(getattr(config, "hidden_size", 0))
-        self._scaling = LogitScaling.of(config)         # a config is slow to ask
+        self._scaling = LogitScaling.of(config)         # reading a config is slow
         self.quantization: Quantization | None = None
 
     @property
@@ -100,19 +100,19 @@ class Target:
 
     @property
     def has_states(self) -> bool:
-        """Whether layers keep states, as recurrent and convolutional ones do: chains are read, and
-        what waits is read again."""
+        """Whether layers keep states, like recurrent and convolutional ones: only chains are read,
+        and waiting tokens are read again."""
         return self.facts.has_states
 
     @property
     def ragged_batches(self) -> bool:
-        """Whether nodes that are not there cost nothing, so that rows of a batch may as well have
-        different numbers of them."""
+        """Whether absent nodes cost nothing, so that rows of a batch may have different numbers of
+        nodes."""
         return self.fast is not None and self.fast.fused is not None
 
     @property
     def weights_version(self) -> object:
-        """Another object once the weights were changed and taken up."""
+        """An object that is replaced when changed weights are adopted."""
         raise NotImplementedError
 
     def read(
@@ -127,7 +127,7 @@ class Target:
             cache: Keys and values of the rows; its scratch is written.
             first: The first node to read.
             last_only: Return logits of the last node alone.
-            hidden_layers: Layers whose states are returned, counted as transformers does.
+            hidden_layers: Layers whose states are returned, numbered as in transformers.
 
         Returns:
             Logits [B, N - first, V] ([B, 1, V] with `last_only`), hidden [B, N - first, T, H].
@@ -141,18 +141,18 @@ class Target:
         self, tree: TokenTree, chunk: Tensor, cache: KVCache,
         hidden_layers: tuple[int, ...] = (),
     ) -> tuple[Reading, Reading] | None:  # fmt: skip
-        """Read trees of the first rows of a cache, and in the same pass a chunk of a prompt in its
-        last row. The weights are read once for both, and no bit differs from two reads.
+        """Read trees in the first rows of a cache, and in the same pass a chunk of a prompt in its
+        last row. The weights are read once for both, and results have the same bits as two reads.
 
         Args:
-            tree: [B, N] tokens and their parents, of fewer rows than the cache has.
+            tree: [B, N] tokens and their parents, for fewer rows than the cache has.
             chunk: [1, W] tokens of the prompt.
-            cache: All rows of a batch; it knows the length of its longest row.
+            cache: The cache of all rows; it knows the length of its longest row.
             hidden_layers: As in `read`.
 
         Returns:
-            Of the trees as `read`, of the chunk as with `last_only`; None, and nothing was read, if
-            they cannot be read together.
+            The trees' reading as from `read`, and the chunk's as with `last_only`; None, without
+            reading anything, if they cannot be read together.
         """
         fused = self.fast.fused if self.fast is not None else None
         nodes = max(tree.tokens.shape[1], chunk.shape[1])
@@ -169,29 +169,29 @@ class Target:
         """Read whole texts without a cache, for training.
 
         Args:
-            tokens: [B, S], the shorter ones padded on the right.
+            tokens: [B, S], padded on the right.
             weights: [B, S], passed through.
             hidden_layers: As in `read`.
-            logits: Return those after every token as well.
+            logits: Also return logits after every token.
         """
         raise NotImplementedError
 
     def embed(self, tokens: Tensor, raw: bool = False) -> Tensor:
-        """[..., H] the model's own token embeddings, without what some families do to them
-        afterwards; raw: as their table has them.
+        """[..., H] the model's own token embeddings, before later steps of some families; raw: as
+        stored in the table.
 
         Args:
             tokens: Token ids, int64.
             raw: Without the scale that the model applies.
 
         Returns:
-            Embeddings, one more dimension of the hidden size.
+            Embeddings, with one more dimension, of the hidden size.
         """
         raise NotImplementedError
 
     def unembed(self, hidden: Tensor, raw: bool = False) -> Tensor:
-        """[..., V] logits of hidden states after the final norm, scaled or capped where the
-        model's own are; raw: as the head has them.
+        """[..., V] logits of hidden states after the final norm, scaled or capped like the model's
+        own; raw: as the head computes them.
 
         Args:
             hidden: Hidden states after the final norm, [..., H].
@@ -203,35 +203,35 @@ class Target:
         raise NotImplementedError
 
     def with_model(self, model: Any) -> Target:
-        """This target with another model, which stores and sees what its own does.
+        """This target with another model of the same layout.
 
         Args:
             model: Another model of the same layout.
 
         Returns:
-            A target that reads it.
+            A target that reads the other model.
         """
         raise NotImplementedError
 
     def module(self) -> PreTrainedModel:
-        """The transformers module of the same weights, for what only that can do; a native target
-        loads it when it is first asked."""
+        """The transformers module of the same weights, for everything that needs one; a native
+        target loads it on first use."""
         return self.model
 
     def refresh(self) -> None:
-        """Take up weights that somebody changed."""
+        """Adopt weights that were changed."""
 
     def begin(self, cache: KVCache, sources: Sequence[object]) -> None:
-        """Let the rows of a cache be about these sources, before their first token is read.
+        """Set the sources of a cache's rows, before their first token is read.
 
         Args:
             cache: The cache of the rows.
-            sources: What the encoder reads of each row.
+            sources: The encoder's input for each row.
         """
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
-        """An empty cache for `rows` rows of `capacity` positions. Texts begin here, so weights that
-        changed are taken up.
+        """An empty cache for `rows` rows of `capacity` positions. Texts begin here, so changed
+        weights are adopted.
 
         Args:
             rows: Rows of the batch.
@@ -245,7 +245,7 @@ class Target:
         return self.plain_cache(rows, capacity, LAYERS[self.kv_cache] if self.kv_cache else KVLayer)
 
     def plain_cache(self, rows: int, size: int, layer: type[KVLayer] = KVLayer) -> KVCache:
-        """One that holds keys and values as the model computes them.
+        """A cache that holds keys and values as the model computes them.
 
         Args:
             rows: Rows of the batch.
@@ -253,82 +253,82 @@ class Target:
             layer: The class that stores keys and values.
 
         Returns:
-            An empty cache of nothing but keys and values.
+            An empty cache of keys and values alone.
         """
         layout = self.layout
         return KVCache.empty(layout.shapes, rows, size, layout.dtype, self.device, layer)
 
     @property
     def position_bytes(self) -> tuple[int, int]:
-        """Bytes per position in the cache, and in one that holds what the model computes."""
+        """Bytes per position in the cache, and in a cache without quantised keys and values."""
         return self.new_cache(1, 1).nbytes, self.plain_cache(1, 1).nbytes
 
     def chain(
         self, prefix: Prefix, width: int, cache: KVCache, steps: int, nodes: int,
         draft_sampling: DraftSampling,
     ) -> Chains | None:
-        """Of each row the root and a chain of at most `steps` tokens, drafted in one call of our
-        kernels; None, and nothing was read, where it cannot be.
+        """Draft the root and a chain of at most `steps` tokens for each row in one call of our
+        kernels; None, without reading anything, where that is not possible.
 
-        The likeliest `nodes` of all rows are among them; where a chain is not among these it may
-        end. What rows lack before the root is read and committed, at most `width` tokens with the
-        root. The cache is bounded: no row of the prefix is longer.
+        The chains contain the `nodes` most likely nodes of all rows, and may end after them. Tokens
+        that rows lack before the root are read and committed, at most `width` with the root. The
+        cache is bounded: no row of the prefix is longer.
 
         Args:
             prefix: The committed text of each row.
-            width: Tokens that each row has yet to read.
+            width: The number of tokens that each row has yet to read.
             cache: The cache of the rows.
             steps: The most tokens to draft.
             nodes: The most nodes.
-            draft_sampling: How the tokens are chosen.
+            draft_sampling: How to choose the tokens.
         """
         fused = self.fast.fused if self.fast is not None else None
         if fused is None or not fused.takes(max(width, steps), cache):
             return None
-        # what is drafted need not be rounded as it is read
+        # drafts need not be rounded like reads
         if self._scaling.divisor is not None:
             temperatures = draft_sampling.temperatures * self._scaling.divisor
             draft_sampling = draft_sampling._replace(temperatures=temperatures)
         return fused.chain(prefix, width, cache, steps, nodes, draft_sampling)
 
     def head_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rows of the LM head, where they can be read without the rest.
+        """Rows of the LM head, if they can be read on their own.
 
         Args:
             tokens: [D] int64.
 
         Returns:
-            Weight [D, H] and bias [D] in float32; None where logits are scaled, or the head is a
+            Weight [D, H] and bias [D] in float32; None if logits are scaled, or if the head is a
             module that may do more than multiply.
         """
         return None
 
     @cached_property
     def native(self) -> Tables | None:
-        """The tables between tokens and hidden states as our kernels read them, for draft heads;
-        what is small is copied."""
+        """The embeddings and the head in the form our kernels read, for draft heads; small ones are
+        copied."""
         plain = self._scaling == UNSCALED
         return Tables.of(self.fast) if plain and self.fast is not None else None
 
     def _reading(self, logits: Tensor, hidden: Tensor | None) -> Reading:
-        """Logits scaled or capped where the model's own are, and hidden states."""
+        """A reading of hidden states and of logits, scaled or capped like the model's own."""
         scaled = logits if self._scaling == UNSCALED else self._scaling.apply(logits)
         return Reading(scaled, hidden)
 
     def _adopt(self, facts: Facts, fast: FastForward | None) -> None:
-        """Read as these facts say."""
+        """Use these facts for all reads."""
         self.facts, self.fast = facts, fast
         self.reads_trees, self.vocab_size = facts.reads_trees, facts.vocab_size
 
     def _copy(self) -> Self:
-        """The same target, to be given another model or other facts."""
+        """A copy of the target, for another model or other facts."""
         other = copy.copy(self)
         other.__dict__.pop("native", None)
         return other
 
 
 def _implementation(model: object) -> Any:
-    """The class that reads a model. transformers is imported for its own modules alone."""
+    """The class that reads a model. transformers is imported only for its own modules."""
     if isinstance(model, NativeModel):
         from draftproof.model.native_target import NativeTarget
 
@@ -339,11 +339,11 @@ def _implementation(model: object) -> Any:
 
 
 def target_of(model: Any, **options: Any) -> Target:
-    """The model as the decoder sees it, whichever kind it is.
+    """Make the target of a model of any kind.
 
     Args:
-        model: A transformers module, an encoder-decoder too, or a native model.
-        options: Those of `Target`.
+        model: A transformers module, possibly an encoder-decoder, or a native model.
+        options: Options of `Target`.
     """
     if not hasattr(model, "config"):
         raise BadInput(

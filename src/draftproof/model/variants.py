@@ -1,4 +1,4 @@
-"""Targets made of a target: quantised, or of its first layers."""
+"""Targets made from a target: quantised, or with its first layers alone."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def quantized(
 ) -> Target:
     """A target with quantised layers, compared with the original.
 
-    What was found out about the original holds; what becomes of it later is not taken up.
+    The original's facts still hold; later changes of the original are not adopted.
 
     Args:
         target: The original.
         kind: "int8", "int4", or "fp8" on accelerators.
-        text: [S] token ids to compare on; None compares nothing.
-        give_up: Let go of the original's weights, which is of no use afterwards.
+        text: [S] token ids for the comparison; None: no comparison.
+        give_up: Release the original's weights, which makes it unusable.
 
     Returns:
-        The quantised target; its `quantization` says what it cost and saved.
+        The quantised target; its `quantization` says what quantising cost and saved.
     """
     if target.is_encoder_decoder:
         raise UnsupportedModel(
@@ -57,15 +57,15 @@ def quantized(
 
 
 def int8_copy(target: Target, text: Sequence[int]) -> Target | None:
-    """A target with 8-bit weights, for drafting: where our kernels read those and what it says of
-    a text stays near."""
+    """A target with 8-bit weights, for drafting; None if our kernels cannot read them, or if its
+    predictions on a text differ too much."""
     from draftproof.weights.quantize import is_quantized
 
     known = [token for token in text[: target.context] if token < target.vocab_size]
     slow = target.device.type != "cpu" or slow_because("int8", target.dtype) is not None
     if slow or not known or is_quantized(target.model):
         return None
-    with suppress(BadInput, UnsupportedModel):                      # nothing to quantise
+    with suppress(BadInput, UnsupportedModel):                      # no layer to quantise
         other = quantized(target, "int8", torch.tensor(known))
         if other.quantization is not None and other.quantization.kl <= DRAFT_KL_LIMIT:
             return other
@@ -73,8 +73,7 @@ def int8_copy(target: Target, text: Sequence[int]) -> Target | None:
 
 
 def first_layers(target: Target, count: int) -> Target:
-    """The first `count` layers of a target as a target of its own, before the same final norm and
-    head."""
+    """A target with the first `count` layers of another, and the same final norm and head."""
     if target.is_encoder_decoder:
         raise UnsupportedModel(
             f"{target.name} is an encoder-decoder, which does not draft with its first layers; "
