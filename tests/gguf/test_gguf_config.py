@@ -98,6 +98,20 @@ def test_missing_settings_and_tensors_are_named(tmp_path: Path) -> None:
     path = gguf_models.save(original, tmp_path / "model.gguf", **{".attention.head_count": 0})
     with pytest.raises(ModelNotFound, match=r"has 0 heads"):
         model_of(GGUFFile.open(path))
+    path = gguf_models.save(gguf_models.tiny("llama3"), tmp_path / "model.gguf",
+                            **{".rope.dimension_count": 1 << 31})  # fmt: skip
+    with pytest.raises(ModelNotFound, match=r"rotates 2147483648 numbers and has 8 factors"):
+        model_of(GGUFFile.open(path))
+    hybrid = gguf_models.tiny("qwen3next")
+    path = gguf_models.save(hybrid, tmp_path / "model.gguf", **{".attention.key_length": 0})
+    with pytest.raises(ModelNotFound, match="has heads of 0 numbers"):
+        model_of(GGUFFile.open(path))
+    path = gguf_models.save(hybrid, tmp_path / "model.gguf", **{".ssm.group_count": 3})
+    file = GGUFFile.open(path)
+    model = model_of(file)
+    assert model is not None
+    with pytest.raises(ModelNotFound, match=r"another shape of blk\.0\.attn_qkv\.weight"):
+        numbers_of(file, model.tensors["model.layers.0.linear_attn.in_proj_qkvz.weight"])
     scaled = {".rope.scaling.type": "unheard-of"}
     path = gguf_models.save(original, tmp_path / "model.gguf", **scaled)
     with pytest.raises(UnsupportedModel, match=r"scales positions by 'unheard-of'"):

@@ -73,7 +73,7 @@ def model_of(file: GGUFFile) -> Model | None:
     """
     _check_kind(file)
     family = FAMILIES.get(file.architecture)
-    experts = file.metadata.get(f"{file.architecture}.expert_count")
+    experts = file.metadata.integer(f"{file.architecture}.expert_count", 0)
     if family is None or (family.layer_of is None and bool(experts) != any(
         "experts" in name for name in family.layer)):
         return None
@@ -118,6 +118,8 @@ def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
             f"{file.path} has {heads} heads and {key_heads} of keys; fetch it again"
         )
     head_dim = metadata.integer(f"{name}.attention.key_length", hidden // heads)
+    if head_dim < 1:
+        raise ModelNotFound(f"{file.path} has heads of {head_dim} numbers; fetch it again")
     epsilon = np.float32(metadata.number(f"{name}.attention.layer_norm_rms_epsilon"))
     config: dict[str, Any] = {
         "architectures": [family.architecture], "model_type": family.model_type,
@@ -325,6 +327,11 @@ def _llama3(file: GGUFFile, theta: float, rotated: int, context: int) -> dict[st
     factors = torch.tensor(_factors(file, "rope_freqs.weight"))
     if bool((factors == 1).all()):
         return {}
+    if len(factors) != rotated // 2:
+        raise ModelNotFound(
+            f"{file.path} rotates {rotated} numbers and has {len(factors)} factors of frequencies; "
+            "fetch it again"
+        )
     largest, exponents = float(factors.max()), torch.arange(0, rotated, 2).float() / rotated
     wavelengths = 2 * math.pi * theta**exponents
     for settings in _LLAMA3:
@@ -332,7 +339,7 @@ def _llama3(file: GGUFFile, theta: float, rotated: int, context: int) -> dict[st
         # Llama 4 has nothing between the two
         share = ((original / wavelengths - low) / max(high - low, 1e-9)).clamp(0, 1)
         wanted = 1 / ((1 - share) / largest + share)
-        if len(factors) == len(wanted) and torch.allclose(factors, wanted, rtol=1e-4):
+        if torch.allclose(factors, wanted, rtol=1e-4):
             return {"rope_type": "llama3", "factor": largest, **settings}
     listed = factors.tolist()
     return {"rope_type": "longrope", "short_factor": listed, "long_factor": listed,

@@ -51,7 +51,7 @@ def _routed(file: GGUFFile, config: dict[str, Any]) -> None:
         "first_k_dense_replace": integer("leading_dense_block_count"),
         "n_group": integer("expert_group_count", 0) or 1,
         "topk_group": integer("expert_group_used_count", 1),
-        "norm_topk_prob": bool(metadata.get(f"{prefix}expert_weights_norm", False)),
+        "norm_topk_prob": metadata.flag(f"{prefix}expert_weights_norm", False),
         "routed_scaling_factor": decimal(metadata.number(f"{prefix}expert_weights_scale", 1.0)),
     }
 

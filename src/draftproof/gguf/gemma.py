@@ -70,7 +70,8 @@ def _gemma4(file: GGUFFile, config: dict[str, Any]) -> None:
         "enable_moe_block": experts > 0,
     }  # fmt: skip
     if rotated != width:
-        config["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = rotated / width
+        share = rotated / max(width, 1)
+        config["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = share
     if experts:
         config |= {
             "num_experts": experts,

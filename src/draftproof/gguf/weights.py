@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftproof.errors import ModelNotFound
 from draftproof.gguf.blocks import BlockTensor, dequantize
 from draftproof.gguf.config import Stored, paired_rows
 from draftproof.gguf.file import GGUFFile
@@ -35,7 +36,13 @@ def numbers_of(file: GGUFFile, stored: Stored, dtype: torch.dtype = torch.float3
     second = file.tensors[stored.joined] if stored.joined else None
     if stored.restored is not None:
         parts = [tensor] if second is None else [tensor, second]
-        return stored.restored(*map(dequantize, parts)).to(dtype).contiguous()
+        try:
+            return stored.restored(*map(dequantize, parts)).to(dtype).contiguous()
+        except (RuntimeError, IndexError, ZeroDivisionError) as error:
+            raise ModelNotFound(
+                f"{file.path} has another shape of {stored.name} than its metadata say; fetch it "
+                "again"
+            ) from error
     if second is not None:                              # outputs are the last but one axis
         return torch.cat([dequantize(tensor, dtype), dequantize(second, dtype)], -2)
     if len(tensor.shape) > 1 and not stored.shift:
