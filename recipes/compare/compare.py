@@ -8,7 +8,9 @@ with. For each number of bits every prompt is completed by every engine, plain a
 before the next; the order rotates. Token ids go in and come out. Speculating, an engine drafts with
 the draft model, in the same bits; without one, by its default (ours) or prompt lookup (the others).
 Speculated texts are compared with the engine's own plain ones: engines round differently, so texts
-of different engines part at near-ties. Prints a table; Markdown and JSON go to --out.
+of different engines part at near-ties. With --texts, the distance of the weights from the folder's
+is measured, too: our forward reads what ours and llama.cpp were given, as quantized_kl.py does.
+Prints a table; Markdown and JSON go to --out.
 README.md says which packages the others need.
 """
 
@@ -31,15 +33,20 @@ from statistics import median
 from typing import Any
 
 import psutil
+import torch
 from picture import draw
 from rich.box import MARKDOWN, SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from workers import ENGINES, Missing
 
+from draftproof.model.gguf_source import native_gguf
 from draftproof.plots.style import check_plot_file
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.with_name("figures")))
+import quantized_kl  # noqa: E402
+
 GGUF_TYPES = {16: "BF16", 8: "Q8_0", 4: "Q4_K_M"}
 OPENVINO_FORMATS = {16: "fp16", 8: "int8", 4: "int4"}
 EDITS = (
@@ -60,6 +67,7 @@ class Contestant:
     bits: int
     threads: int
     process: subprocess.Popen[str]
+    model: Path
     runs: dict[bool, list[dict[str, Any]]] = field(default_factory=lambda: {False: [], True: []})
 
     def write(self, prompt: list[int], new_tokens: int, speculate: bool) -> dict[str, Any]:
@@ -165,7 +173,7 @@ def start(
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=None if given.verbose else subprocess.DEVNULL,
         env=os.environ | extra | {"OMP_NUM_THREADS": str(threads)})
-    contestant = Contestant(engine, bits, threads, process)
+    contestant = Contestant(engine, bits, threads, process, model)
     said = contestant.read()
     if "missing" in said:
         contestant.close()
@@ -219,7 +227,38 @@ def measure(
                 one.close()
 
 
-def rows_of(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
+def distances(
+    given: argparse.Namespace, contestants: Sequence[Contestant], say: Callable[[str], None]
+) -> dict[tuple[Path, int], float]:
+    """By model and bits, the mean KL divergence of the weights from the folder's, in nats; only of
+    formats that our forward reads."""
+    tokenizer = quantized_kl.Tokenizer.from_file(str(given.model / "tokenizer.json"))
+    windows = torch.cat([quantized_kl.windows(tokenizer, text, given.windows)
+                         for _, text in quantized_kl.texts(given.texts)])
+    truth, result = [], dict[tuple[Path, int], float]()
+    for contestant in contestants:
+        key, is_file = (contestant.model, contestant.bits), contestant.model.is_file()
+        if contestant.engine == "openvino" or key in result:
+            continue
+        if contestant.bits == 16 and not is_file:
+            result[key] = 0.0                           # they are the folder's
+            continue
+        say(f"distance of {contestant.engine}'s weights, {contestant.bits} bits")
+        if not truth:
+            original = quantized_kl.folder_model(given.model, None)
+            truth = [quantized_kl.log_probs(original, window) for window in windows]
+            del original
+        model = (native_gguf(contestant.model, torch.bfloat16) if is_file
+                 else quantized_kl.folder_model(given.model, f"int{contestant.bits}"))
+        if model is not None:
+            read = [quantized_kl.log_probs(model, window) for window in windows]
+            result[key] = quantized_kl.distance(truth, read).kl
+    return result
+
+
+def rows_of(
+    contestants: Sequence[Contestant], kl: dict[tuple[Path, int], float]
+) -> list[dict[str, Any]]:
     """A row per engine, bits and mode. tokens/s: prompts included; decode: without the first."""
     rows = []
     for one in contestants:
@@ -238,6 +277,7 @@ def rows_of(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
                 "first": median(run["first"] for run in runs),
                 "tokens/round": sum(rounds) / len(rounds) if rounds and how else None,
                 "same": f"{same}/{len(runs)}" if how else "",
+                "model": str(one.model), "kl": kl.get((one.model, one.bits)),
                 "speeds": [len(run["tokens"]) / run["seconds"] for run in runs],
                 "texts": [run["tokens"] for run in runs]})
     return rows
@@ -246,20 +286,25 @@ def rows_of(contestants: Sequence[Contestant]) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]], **style: Any) -> Table:
     """The quickest of each number of bits in bold."""
     shown = Table(title_justify="left", pad_edge=False, **style)
-    names = ("engine", "bits", "mode", "threads", "tokens/s", "decode,|tokens/s",
-             "first|token,|s", "tokens/|round", "same|text")
+    names = ("engine", "bits", "mode", "thre-|ads", "tokens|/s", "decode,|tokens|/s",
+             "first|token,|s", "tokens/|round", "same|text", "KL,|nats")
     for place, name in enumerate(names):
-        broken = name.replace("|", " " if style.get("box") is MARKDOWN else "\n")
+        broken = name.replace("|", "\n")
+        if style.get("box") is MARKDOWN:
+            broken = name.replace("-|", "").replace("|/", "/").replace("/|", "/")
+            broken = broken.replace("|", " ")
         shown.add_column(broken, justify="left" if place in (0, 2) else "right", no_wrap=True)
     best = {row["bits"]: max(one["tokens/s"] for one in rows if one["bits"] == row["bits"])
             for row in rows}
     for row in rows:
         rounds = f"{row['tokens/round']:.2f}" if row["tokens/round"] else ""
+        kl = "" if row["kl"] is None else f"{row['kl']:.4f}"
         bold = row["tokens/s"] == best[row["bits"]]
         mark = "**" if bold and style.get("box") is MARKDOWN else ""
         shown.add_row(row["engine"], str(row["bits"]), row["mode"], str(row["threads"]),
                       f"{mark}{row['tokens/s']:.1f}{mark}", f"{row['decode']:.1f}",
-                      f"{row['first']:.2f}", rounds, row["same"], style="bold" if bold else "")
+                      f"{row['first']:.2f}", rounds, row["same"], kl,
+                      style="bold" if bold else "")
     return shown
 
 
@@ -310,6 +355,9 @@ def options(cores: int) -> argparse.Namespace:
     add("--openvino-python", type=Path, help="one that has openvino-genai and optimum-intel")
     add("--llama-server", type=Path, help="llama.cpp's server; llama-quantize lies beside it")
     add("--plot", type=Path, help="bars with intervals: .png, .svg or .pdf")
+    add("--texts", type=Path, help="texts for the KL divergence of the weights: gutenberg/*.txt, "
+        "humaneval/HumanEval.jsonl.gz, mt_bench/question.jsonl")
+    add("--windows", type=int, default=2, help="of 512 tokens, of each kind of text")
     add("--verbose", action="store_true", help="show what the engines print")
     return parser.parse_args()
 
@@ -327,12 +375,15 @@ def main() -> None:
     with status, contextlib.suppress(KeyboardInterrupt):
         for one in measure(given, prompts, status.update):
             missing.append(one) if isinstance(one, str) else found.append(one)
-    rows, draft = rows_of(found), f", draft {given.draft.name}" if given.draft else ""
+    kl = dict[tuple[Path, int], float]()
+    with status, contextlib.suppress(KeyboardInterrupt):
+        kl = distances(given, found, status.update) if given.texts and found else kl
+    rows, draft = rows_of(found, kl), f", draft {given.draft.name}" if given.draft else ""
     title = f"{given.model.name}{draft}, {len(prompts)} prompts, {given.new_tokens} new tokens"
     machine = f"{processor()}, {cores} cores; load average {load:.1f} before"
     notes = [*missing, machine]
     if rows:
-        console.print(table(rows, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0)))
+        console.print(table(rows, title=title, box=SIMPLE_HEAD, padding=0))
     console.print("\n".join(notes), style="dim", markup=False)
     if not rows:
         raise SystemExit("nothing was measured")
