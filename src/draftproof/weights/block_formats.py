@@ -1,8 +1,8 @@
-"""Quantising to the block formats of GGUF files, and which matrix gets which.
+"""Quantising to the block formats of GGUF files, and the choice of a format for each matrix.
 
 "int8" is Q8_0 throughout. "int4" is the mix that llama.cpp calls Q4_K_M: Q4_K, and Q6_K for the
-head and, in half of the layers, for values and the second matrix of the MLP. Inputs that do not
-divide into blocks of 256 take Q5_0 and Q8_0 in their place, as there.
+head and, in half of the layers, for values and the second matrix of the MLP. Where inputs do not
+divide into blocks of 256, Q5_0 and Q8_0 replace Q4_K and Q6_K, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def format_of(name: str, kind: str, inputs: int, layers: int | None = None) -> s
     """The format of a matrix.
 
     Args:
-        name: Its module, such as "model.layers.3.mlp.down_proj"; "lm_head" for a head.
+        name: The name of its module, such as "model.layers.3.mlp.down_proj" or "lm_head".
         kind: "int8" or "int4".
-        inputs: Its inputs.
-        layers: Layers of the model; None if that is not known.
+        inputs: The number of its inputs.
+        layers: The number of layers of the model; None if unknown.
     """
     if kind == "int8":
         return "Q8_0"
@@ -44,7 +44,7 @@ def format_of(name: str, kind: str, inputs: int, layers: int | None = None) -> s
     number = re.search(r"\.(\d+)\.", name)
     if name.rpartition(".")[2] in SENSITIVE and number is not None:
         place, count = int(number[1]), layers or 0
-        # the first and the last eighth, and every third between
+        # the first and last eighth, and every third layer in between
         sensitive = place < count // 8 or place >= 7 * count // 8 or (place - count // 8) % 3 == 2
     if inputs % 256:
         return "Q8_0" if sensitive else "Q5_0"
@@ -56,7 +56,7 @@ def quantize_blocks(weight: Tensor, format: str) -> BlockTensor:
 
     Args:
         weight: [outputs, inputs]; inputs are padded with zeros to whole blocks.
-        format: One of `QUANTIZED`. Without kernels, `BY_TORCH` says what stands for it.
+        format: One of `QUANTIZED`. Without kernels, `BY_TORCH` names its replacement.
 
     Returns:
         The blocks of the matrix.
@@ -87,14 +87,14 @@ def quantized_blocks(
     """Quantise matrices that read the same inputs.
 
     Args:
-        names: Their modules, each of which says its format.
+        names: The names of their modules, which determine their formats.
         weights: [outputs, inputs] of each.
         bias: [sum of outputs], or None.
         kind: "int8" or "int4".
-        layers: Layers of the model; None if that is not known.
+        layers: The number of layers of the model; None if unknown.
 
     Returns:
-        One layer with the outputs of all, in order; neighbours of one format are one part.
+        One layer with the outputs of all, in order; adjacent matrices of one format form one part.
     """
     formats = [format_of(name, kind, weights[0].shape[1], layers) for name in names]
     parts = list[BlockTensor]()

@@ -1,9 +1,9 @@
 """Linear layers and token tables in the block formats of GGUF files, used as they are stored.
 
-Our kernels multiply the blocks with activations in 8 bits that share a scale per 32; products are
-summed exactly, block by block, and the blocks in single precision. So the result differs from that
-of the dequantised weights only by the rounding of the activations. Without kernels, torch
-multiplies the dequantised weights.
+Our kernels multiply the blocks with 8-bit activations that have a scale per 32; sums are exact
+within blocks, and in single precision over blocks. So the result differs from that of the
+dequantised weights only by the rounding of the activations. Without kernels, torch multiplies the
+dequantised weights.
 
 A token's outputs have the same bits whatever is read with it.
 """
@@ -49,9 +49,9 @@ class Part(NamedTuple):
 
     Attributes:
         format: One of `FORMATS`, or `BFLOAT16`.
-        outputs: Its outputs.
-        weight: As our kernels read it: blocks as uint8 [strips, blocks, bytes], or bfloat16 as
-            `interleaved`. Without kernels: blocks as in a file, or [outputs, inputs].
+        outputs: The number of its outputs.
+        weight: In the form our kernels read: blocks as uint8 [strips, blocks, bytes], or bfloat16
+            as `interleaved`. Without kernels: blocks as in a file, or [outputs, inputs].
     """
 
     format: str
@@ -60,11 +60,11 @@ class Part(NamedTuple):
 
 
 class BlockLinear(QuantizedLinear):
-    """Matrices that read the same inputs, each in a format of its own.
+    """Matrices that read the same inputs, each in its own format.
 
     Args:
-        parts: The matrices, whose outputs stand side by side.
-        inputs: Inputs of all.
+        parts: The matrices, whose outputs are concatenated.
+        inputs: The number of inputs.
         bias: [sum of outputs], or None.
         native: Whether the parts are laid out for our kernels.
     """
@@ -82,10 +82,10 @@ class BlockLinear(QuantizedLinear):
         cls, parts: Sequence[BlockTensor], bias: Tensor | None,
         packed: Callable[[Tensor], object] | None = None,
     ) -> BlockLinear:  # fmt: skip
-        """Layers from tensors of a GGUF file, whose values do not change.
+        """Make a layer from tensors of a GGUF file without changing their values.
 
-        Numbers in half or single precision are rounded to bfloat16. So are the values of rare
-        formats that our kernels do not read (IQ1 to IQ3, TQ, NVFP4).
+        Only numbers in half or single precision, and values of rare formats that our kernels do
+        not read (IQ1 to IQ3, TQ, NVFP4), are rounded to bfloat16.
 
         Args:
             parts: Matrices [outputs, inputs] that read the same inputs.
@@ -121,7 +121,7 @@ class BlockLinear(QuantizedLinear):
 
     @property
     def state(self) -> dict[str, object]:
-        """What `restored` makes the layer of."""
+        """The state from which `restored` makes the layer again."""
         return {
             "kind": type(self).__name__, "parts": [tuple(part) for part in self.parts],
             "form": (self.in_features, self.bias, self.kernels is not None),
@@ -160,7 +160,7 @@ class BlockLinear(QuantizedLinear):
         return values
 
     def _dense(self, number: int) -> Tensor:
-        """[outputs, inputs] of a part."""
+        """The matrix [outputs, inputs] of a part."""
         part = self.parts[number]
         if part.format == BFLOAT16 and self.kernels is not None:
             return unpack(part.weight, self.in_features, part.outputs)
@@ -175,18 +175,18 @@ class BlockLinear(QuantizedLinear):
                 numbers = torch.arange(first, min(first + step, part.outputs))
                 weight, end = self._rows(number, numbers), start + len(numbers)
                 for row, output in zip(rows, outputs[:, start:end], strict=True):
-                    output.copy_(weight @ row)     # alone: no library mixes its sums with another's
+                    output.copy_(weight @ row)     # one row at a time: bits depend on no other
                 start = end
         outputs = outputs if self.bias is None else outputs + self.bias
         return outputs.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
 
 
 class BlockTable:
-    """Token embeddings in the blocks of a mapped file, which are never unpacked as a whole.
+    """Token embeddings in the blocks of a mapped file, which is never unpacked as a whole.
 
     Args:
         source: The table.
-        dtype: Of the embeddings that are looked up.
+        dtype: The dtype of looked-up embeddings.
     """
 
     weight = None
@@ -217,7 +217,7 @@ class BlockTable:
 def _part(
     tensor: BlockTensor, library: Kernels | None, packed: Callable[[Tensor], object] | None
 ) -> Part:
-    """A matrix as our kernels read it, or without them as it is."""
+    """A matrix in the form our kernels read; without kernels, as it is."""
     outputs = tensor.shape[0]
     if tensor.type not in FORMATS:
         weight = dequantize(tensor, torch.bfloat16)
@@ -230,13 +230,13 @@ def _part(
 def pack_blocks(
     tensor: BlockTensor, library: Kernels, packed: Callable[[Tensor], object] | None = None
 ) -> Tensor:
-    """Blocks as our kernels read them: uint8 [strips, blocks, bytes].
+    """Rearrange blocks to the form our kernels read: uint8 [strips, blocks, bytes].
 
     Args:
         tensor: A matrix of one of `FORMATS`.
         library: The kernels.
-        packed: Called with rows that are not needed any more, so that a large matrix is never
-            held twice.
+        packed: Called with rows that are no longer needed, so that a large matrix is never held
+            twice.
     """
     size, outputs = BLOCK_SIZES[tensor.type], len(tensor.data)
     blocks = tensor.data.shape[1] // size.nbytes

@@ -1,8 +1,8 @@
-"""What took long to find out or to make of a model on disk, kept in the user's cache folder: the
-verdict of the check at load, and quantised weights.
+"""Slow results for models on disk, kept in the user's cache folder: verdicts of the check at load,
+and quantised weights.
 
-Kept under everything that it depends on; what is damaged, another user's or of other files is made
-again. A file is verified by its checksums when it is first read, and whenever it was written to.
+The key covers everything that a result depends on; results that are damaged, of another user or of
+other files are made again. Checksums are verified at a file's first read and after every write.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _WRITERS = dict[Path, threading.Thread]()
 
 
 class Kept:
-    """A place for one result; nothing is kept without one. model, files: what it is of."""
+    """The file for one result, if any. model, files: identify the model and its files."""
 
     def __init__(self, model: str = "", files: str = "", key: str = "") -> None:
         self.file: Path | None = None
         if model:
-            with suppress(OSError):                     # nobody's folder keeps nothing
+            with suppress(OSError):                     # without a home folder nothing is kept
                 self.file = cache_folder() / f"{model}-{files}-{key}.pt"
         self.model, self.current = model, f"{model}-{files}-"
 
     def read(self) -> dict[str, Any] | None:
-        """What was written, whose tensors are mapped; None if there is nothing that is whole."""
+        """Return what was written, with mapped tensors; None if it is missing or damaged."""
         if self.file is None:
             return None
         if (writer := _WRITERS.pop(self.file, None)) is not None:
@@ -66,7 +66,7 @@ class Kept:
             if not self._is_verified():
                 self._verify()
             facts: dict[str, Any] = torch.load(self.file, mmap=True, weights_only=True)
-        except Exception:                               # whatever a damaged file raises
+        except Exception:                               # damaged files raise errors of any class
             log.warning("%s is damaged; it is made again", self.file)
             self._mark.unlink(missing_ok=True)
             return None
@@ -74,18 +74,18 @@ class Kept:
 
     @property
     def _mark(self) -> Path:
-        """Where it is noted of which file all checksums were right."""
+        """The file that notes which file passed the verification."""
         assert self.file is not None
         return self.file.with_suffix(".verified")
 
     def _identity(self) -> str:
-        """What changes when anybody writes to the file."""
+        """A text that changes whenever the file is written to."""
         assert self.file is not None
         status = self.file.stat()
         return f"{status.st_size} {status.st_mtime_ns} {status.st_ino} {status.st_dev}"
 
     def _is_verified(self) -> bool:
-        """Whether this very file was verified before and not written to since."""
+        """Whether this very file was verified, and not written to since."""
         try:
             marked = is_ours(self._mark) and self._mark.read_text(encoding="ascii")
             return marked == self._identity()
@@ -104,14 +104,14 @@ class Kept:
             damaged = records.testzip()
         if damaged is not None:
             raise ValueError(f"{damaged} has another checksum")
-        with suppress(OSError):                         # a read-only folder: verified every time
+        with suppress(OSError):                         # in a read-only folder, verify every time
             part = self._mark.with_suffix(f".{os.getpid()}.part")
             part.write_text(identity, encoding="ascii")
             put_in_place(part, self._mark)
 
     def write(self, facts: dict[str, object]) -> None:
-        """Complete or not at all, in the place of what was kept of the model's earlier files; a
-        full or read-only disk keeps nothing."""
+        """Write all or nothing, and remove results for the model's earlier files; a full or
+        read-only disk keeps nothing."""
         if self.file is None:
             return
         part = self.file.with_suffix(f".{os.getpid()}.part")
@@ -130,11 +130,11 @@ class Kept:
 
     @contextmanager
     def save_if_slow(self, *, wait: bool = True) -> Iterator[dict[str, object]]:
-        """A dict to be filled; kept if that took long.
+        """A context with a dict to fill, which is written if that took long.
 
         Args:
-            wait: Write before the context ends; otherwise a thread writes, which the program
-                waits for when it ends. What the dict holds must not change any more.
+            wait: Write before the context ends; otherwise a thread writes, for which the program
+                waits at exit. The contents of the dict must not change any more.
         """
         start, made = time.perf_counter(), dict[str, object]()
         yield made
@@ -149,7 +149,7 @@ class Kept:
 
 
 def record_source(model: nn.Module, name: str) -> None:
-    """Remember the files that a model was just loaded from."""
+    """Record the files that a model was just loaded from."""
     setattr(model, _SOURCE, (*_files(name), Snapshot.of(model)))
 
 
@@ -159,7 +159,7 @@ def was_loaded_by_name(model: nn.Module) -> bool:
 
 
 def _files(name: str) -> tuple[str, list[tuple[str, int, int]]]:
-    """The folder or file of this name, and what identifies the files that it consists of."""
+    """The folder or file of this name, and the identity of its files."""
     place = Path(name)
     if not place.exists():
         from huggingface_hub import try_to_load_from_cache
@@ -174,7 +174,7 @@ def _files(name: str) -> tuple[str, list[tuple[str, int, int]]]:
 
 
 def kept_of_files(name: str, what: str, *more: object) -> Kept:
-    """Where `what` is kept of the files of this name alone, whatever model they make."""
+    """The place of the result `what` for the files of this name, independent of a model."""
     if os.environ.get(SWITCH) == "0" or not Path(name).exists():
         return Kept()
     place, files = _files(name)
@@ -184,8 +184,8 @@ def kept_of_files(name: str, what: str, *more: object) -> Kept:
 
 
 def kept(model: PreTrainedModel, what: str, *more: object, changed: bool = False) -> Kept:
-    """Where `what` is kept of a model that was loaded from files; nowhere if it was not, or is none
-    of `changed` and has since been written to, or exchanged in parts."""
+    """The place of the result `what` for a model that was loaded from files. Nothing is kept for
+    other models, nor, without `changed`, for models whose weights or modules have changed since."""
     source: tuple[str, object, Snapshot] | None = getattr(model, _SOURCE, None)
     if source is None or os.environ.get(SWITCH) == "0":
         return Kept()
@@ -204,12 +204,12 @@ def _digest(what: object) -> str:
 
 
 def _code() -> str:
-    """A digest of the code that checks and packs, which is finer than a version."""
+    """A digest of the code that checks and packs, which is more precise than a version."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in _sources())).hexdigest()
 
 
 def _sources() -> list[Path]:
-    """The files of the rooms that check and pack."""
+    """The source files of the packages that check and pack."""
     rooms = ("native", "gguf", "weights", "cache", "forward", "model")
     package = Path(__file__).parents[1]
     return sorted(file for room in rooms for file in (package / room).glob("*.py"))

@@ -1,4 +1,4 @@
-"""From weights to a layer that multiplies: 16, 8 and 4 bits go one way, tensors in, a layer out."""
+"""Packs weights into a layer, in the same way for 16, 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALLEST = 32
 
 
 class DenseLinear(JointLinear):
-    """Linear layers multiplied as one by torch: where no kernels are, and in other dtypes than
+    """Linear layers that torch multiplies as one: without kernels, and in other dtypes than
     bfloat16."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -41,12 +41,12 @@ def pack(
     """Pack the weights of linear layers that read the same inputs.
 
     Args:
-        names: The modules; which of them they are decides how many bits they get.
+        names: The names of the modules, which determine their number of bits.
         weights: [outputs, inputs] of each, of one dtype.
         bias: [sum of outputs], or None.
-        kind: None for the dtype of the weights, "int8" or "int4"; "dense" leaves them as they
-            lie in the file, for torch to multiply.
-        layers: Layers of the model, which "int4" goes by; None if that is not known.
+        kind: None for the dtype of the weights, "int8" or "int4"; "dense" leaves them as in the
+            file, for torch to multiply.
+        layers: The number of layers of the model, on which "int4" depends; None if unknown.
 
     Returns:
         One layer with the outputs of all, in order.

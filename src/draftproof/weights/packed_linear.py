@@ -1,6 +1,6 @@
-"""bfloat16 linear layers laid out for our C kernels. Knows layouts and modules, nothing of models.
+"""bfloat16 linear layers in the layout of our C kernels. Knows nothing of models.
 
-Without kernels nothing is packed, and layers are torch's own.
+Without kernels nothing is packed, and torch's own layers are used.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ CROSSED = ("encoder_attn", "cross_attn")
 
 
 class JointLinear(nn.Module):
-    """Linear layers that read the same inputs, multiplied as one; or a single layer.
+    """One or several linear layers that read the same inputs, multiplied as one.
 
-    native: as our kernels read it, from weight, scales and padded_bias, if there are `kernels`.
+    native: the form our kernels read, made from weight, scales and padded_bias, if there are
+    `kernels`.
     """
 
     weight: Tensor
@@ -46,10 +47,10 @@ class JointLinear(nn.Module):
         self.padded_bias = None if bias is None else pad_to_strip(bias.bfloat16())
         self.scales: Tensor | None = None
         self.native: Native | None = None
-        self._last: tuple[Tensor, Tensor] | None = None     # what slices still wait for
+        self._last: tuple[Tensor, Tensor] | None = None     # inputs, and outputs for later slices
 
     def connect(self) -> None:
-        """Tell our kernels where everything lies."""
+        """Pass the addresses of all tensors to our kernels."""
         if self.kernels is not None:
             self.native = linear(
                 self.weight, self.scales, self.padded_bias, self.in_features, self.out_features
@@ -57,7 +58,7 @@ class JointLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights."""
+        """The size of the weights in bytes."""
         return bytes_of(self.weight, self.scales, self.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -65,14 +66,14 @@ class JointLinear(nn.Module):
         return self.kernels.multiply(self.native, inputs.bfloat16()).to(inputs.dtype)
 
     def dense(self) -> Tensor:
-        """[outputs, inputs] the weight, where it was not rounded."""
+        """[outputs, inputs] the weight, if it was not rounded."""
         raise NotImplementedError
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows of the weight.
 
         Args:
-            numbers: [...] int64 of outputs.
+            numbers: [...] int64 indices of outputs.
 
         Returns:
             [..., inputs] float32.
@@ -80,7 +81,7 @@ class JointLinear(nn.Module):
         raise NotImplementedError
 
     def part(self, inputs: Tensor, start: int, stop: int) -> Tensor:
-        """Outputs `start` to `stop`; computed once, for the first slice, and kept until the last.
+        """Outputs `start` to `stop`; all are computed for the first slice and kept until the last.
         """
         if self._last is None or self._last[0] is not inputs:
             self._last = (inputs, self.forward(inputs))
@@ -91,8 +92,8 @@ class JointLinear(nn.Module):
 
 
 class PackedLinear(JointLinear):
-    """bfloat16 linear layers for our kernels. A token's outputs are the same bits whatever is read
-    next to it."""
+    """bfloat16 linear layers for our kernels. A token's outputs have the same bits whatever is read
+    with it."""
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
         """Pack weights [outputs, inputs], whose outputs are joined in order, and their bias."""
@@ -103,7 +104,7 @@ class PackedLinear(JointLinear):
 
     @classmethod
     def joining(cls, *linears: nn.Linear) -> PackedLinear:
-        """Layers that read the same inputs, as one."""
+        """Join layers that read the same inputs."""
         biases = [linear.bias for linear in linears]
         bias = (
             torch.cat([bias_part.detach() for bias_part in biases])
@@ -120,7 +121,7 @@ class PackedLinear(JointLinear):
 
 
 class PackedSlice(nn.Module):
-    """Stands where a layer was that is computed together with its neighbours."""
+    """Replaces a layer that is computed together with its neighbours."""
 
     def __init__(self, whole: JointLinear, start: int, stop: int) -> None:
         super().__init__()
@@ -142,8 +143,8 @@ def pack_linears(model: nn.Module) -> int:
     """Pack every plain bfloat16 linear layer of `model` in place; return how many, 0 without
     kernels.
 
-    For models loaded here, never for one that a user holds: the originals are given up, page by
-    page; of embeddings tied to the head only rows that are looked up come back from the file.
+    Only for models loaded here, never for a user's: the originals are released page by page; of
+    embeddings tied to the head, only looked-up rows are read from the file again.
     """
     owners = Counter(
         id(parameter) for module in model.modules() for parameter in module._parameters.values()
@@ -166,7 +167,7 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def packable(linear: nn.Linear) -> bool:
-    """Whether a layer is a plain bfloat16 matrix on a CPU with kernels, with nothing hooked in."""
+    """Whether a layer is a plain bfloat16 matrix without hooks, on a CPU with kernels."""
     weight = linear.weight
     plain = type(linear) is nn.Linear and type(weight.data) is Tensor
     cpu_bf16 = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
@@ -175,7 +176,7 @@ def packable(linear: nn.Linear) -> bool:
 
 
 def fusable_groups(single: Mapping[str, M], form: Callable[[M], object]) -> list[dict[str, M]]:
-    """Layers of one module, by name; those of `JOINED` as one group if all are there, of one form.
+    """Group a module's layers by name; those of `JOINED` are a group if all exist with one form.
     """
     joined = [{name: single[name] for name in names}
               for names in JOINED if all(name in single for name in names)]
@@ -185,7 +186,7 @@ def fusable_groups(single: Mapping[str, M], form: Callable[[M], object]) -> list
 
 
 def replace_modules(module: nn.Module, outputs: Mapping[str, int], whole: JointLinear) -> None:
-    """Put `whole` in the place of the layers of a module that have these names and widths."""
+    """Replace a module's layers of these names and widths by `whole`."""
     start = 0
     for name, width in outputs.items():
         slice_ = PackedSlice(whole, start, start + width) if len(outputs) > 1 else whole
@@ -194,7 +195,7 @@ def replace_modules(module: nn.Module, outputs: Mapping[str, int], whole: JointL
 
 
 def bytes_of(*tensors: Tensor | None) -> int:
-    """Bytes held; a tensor made of tensors holds those."""
+    """The size of tensors in bytes; a tensor made of tensors counts as these."""
     total = 0
     for tensor in tensors:
         inner = getattr(tensor, "__tensor_flatten__", None)

@@ -1,8 +1,8 @@
-"""Copies of a model in 8 or 4 bits, and what that costs.
+"""Copies of a model in 8 or 4 bits, and the cost of quantising.
 
-On a CPU quantised layers are ours; elsewhere torchao's.
+Quantised layers are ours on a CPU, and torchao's elsewhere.
 
-A quantised model writes the text of its own weights: it changes with them, never with the drafter.
+A quantised model writes the text of its own weights, which never depends on the drafter.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ SMALLEST = 32
 
 
 class Quantization(NamedTuple):
-    """What quantising cost and saved, against the original on one text.
+    """The cost and savings of quantising, compared with the original on one text.
 
     kl: mean KL divergence of the quantised distribution from the original's, in nats. agreement:
     share of positions with the same greedy token. tokens: positions compared; 0 without a text.
-    before, after: bytes of weights. slow: why it is no quicker here; None if it is.
+    before, after: bytes of weights. slow: why it is not faster here; None if it is.
     """
 
     kind: str
@@ -67,12 +67,12 @@ def quantized(
     model: PreTrainedModel, kind: str, *, give_up: bool = False,
     ready: Mapping[str, QuantizedLinear] | None = None
 ) -> PreTrainedModel:
-    """A shallow copy of `model` with its linear layers quantised; all else is shared with it.
+    """A shallow copy of `model` with quantised linear layers; all other parts are shared.
 
-    kind: one of `KINDS`. give_up: let go of the originals layer by layer; `model` itself is of no
-    use afterwards. ready: quantised layers made earlier, by name. A head tied to the embeddings
-    gets weights of its own. Formats are those of weights/block_formats.py. Raises BadInput where
-    this cannot be had.
+    kind: one of `KINDS`. give_up: release the originals layer by layer, which makes `model` itself
+    unusable. ready: quantised layers made earlier, by name. A head tied to the embeddings gets its
+    own weights. Formats are those of weights/block_formats.py. Raises BadInput where this is not
+    possible.
     """
     if kind not in KINDS:
         raise BadInput(f"quantize was {kind!r}; choose one of {', '.join(KINDS)}")
@@ -118,8 +118,8 @@ def quantized(
 def quantized_and_compared(
     model: PreTrainedModel, kind: str, text: Tensor | None, *, give_up: bool = False
 ) -> tuple[PreTrainedModel, Quantization]:
-    """As `quantized`, and what it cost on `text`, token ids [S]; None compares nothing. Of a model
-    that lies on disk as it is, both are kept there as well."""
+    """As `quantized`, with the cost on `text`, token ids [S]; None: no comparison. For an unchanged
+    model from disk, both are kept on disk."""
     place = kept(model, kind, None if text is None else text.tolist())
     known = place.read()
     if known is not None:
@@ -144,7 +144,7 @@ def quantized_and_compared(
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any layer is, by us, by torchao, or by what transformers loaded the checkpoint with.
+    """Whether any layer was quantised by us, by torchao, or by the checkpoint's own method.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         return True
@@ -154,7 +154,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights of a model, packed and quantised ones included; shared ones count once.
+    """The bytes of a model's weights, including packed and quantised ones; shared ones count once.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     joint_bytes = sum(
@@ -186,7 +186,7 @@ Answer: The capital of France is Paris, a city of about two million people on th
 
 
 def _log_probs(model: PreTrainedModel, text: Tensor | None) -> Tensor:
-    """[S, V] after every token of a text."""
+    """[S, V] log-probabilities after every token of a text."""
     if text is None or not len(text):
         return torch.empty(0, 1, dtype=torch.float32)
     with torch.inference_mode():
@@ -197,7 +197,7 @@ def _log_probs(model: PreTrainedModel, text: Tensor | None) -> Tensor:
 def _quantised(
     layers: dict[str, Any], names: Sequence[str], kind: str, count: int | None
 ) -> QuantizedLinear | None:
-    """One quantised layer in the place of `layers`; None if they are too small."""
+    """One quantised layer to replace `layers`; None if they are too small."""
     weights = [_dense(layer) for layer in layers.values()]
     if sum(map(len, weights)) < SMALLEST:
         return None
@@ -207,32 +207,32 @@ def _quantised(
 
 
 def _outputs(layer: Any) -> int:
-    """How many a layer has."""
+    """The number of outputs of a layer."""
     return int(layer.nf if _is_conv1d(layer) else layer.out_features)
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    """Whether a layer is a plain matrix, packed or not, that nobody has hooked into."""
+    """Whether a layer is a plain matrix, packed or not, without hooks."""
     known = type(layer) in (nn.Linear, PackedLinear, PackedSlice)
     known |= type(layer).__name__ == "FalconLinear" or _is_conv1d(layer)
     return known and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _is_conv1d(layer: object) -> bool:
-    """Whether a layer is transformers' own of GPT-2, whose weight is transposed."""
+    """Whether a layer is transformers' Conv1D (GPT-2), whose weight is transposed."""
     kind = type(layer)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def _form(layer: Any) -> object:
-    """Layers of one form can be one."""
+    """The form of a layer; layers of the same form can be joined."""
     if isinstance(layer, PackedSlice):
         return id(layer.whole)
     return getattr(layer, "in_features", None), layer.bias is None
 
 
 def _dense(layer: Any) -> Tensor:
-    """[outputs, inputs] the weight of a layer."""
+    """The weight of a layer, [outputs, inputs]."""
     if isinstance(layer, (PackedLinear, PackedSlice)):
         return layer.dense()
     weight: Tensor = layer.weight.detach()
@@ -240,7 +240,7 @@ def _dense(layer: Any) -> Tensor:
 
 
 def _by_torchao(made: PreTrainedModel, kind: str) -> PreTrainedModel:
-    """The same on an accelerator: torchao replaces the weights of the copy's layers."""
+    """Quantise on an accelerator: torchao replaces the weights of the copy's layers."""
     head = made.get_output_embeddings()
 
     def body(layer: nn.Module, _: str) -> bool:
@@ -267,7 +267,7 @@ def _by_torchao(made: PreTrainedModel, kind: str) -> PreTrainedModel:
 
 
 def _torchao(kind: str) -> object:
-    """torchao's name for it: scales per token where activations are quantised."""
+    """torchao's configuration for a kind, with scales per token where activations are quantised."""
     from torchao import quantization as ao
 
     if kind == "int8":

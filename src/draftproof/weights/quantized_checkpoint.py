@@ -1,8 +1,8 @@
-"""Folders whose weights are quantised already: which ones are read here, and reading them.
+"""Reads folders whose weights are already quantised, where the method is known.
 
-Matrices whose values a block format holds exactly are multiplied in it by our kernels. Others are
-unpacked to the dtype of the model. Methods that are not read here are left to transformers, and
-what neither knows is refused: codes must never be read as if they were weights.
+Our kernels multiply matrices in a block format if it holds their values exactly; others are
+unpacked to the dtype of the model. Other methods are left to transformers, and methods that
+neither knows are refused: codes must never be read as if they were weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CODES = (torch.int8, torch.uint8, *FLOAT8)
 
 
 def quantization_of(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a folder says about how its weights are quantised; None if it says nothing.
+    """A folder's description of its quantisation; None if it has none.
 
     Args:
         folder: The folder.
@@ -72,11 +72,11 @@ def layout_of(name: str, stated: Mapping[str, Any]) -> Layout | None:
     """The layout of a quantised checkpoint; None for a method that is left to transformers.
 
     Args:
-        name: Of the checkpoint.
-        stated: As `quantization_of` gives it.
+        name: The name of the checkpoint.
+        stated: The result of `quantization_of`.
 
     Raises:
-        UnsupportedModel: The method is known and has a variant that cannot be read.
+        UnsupportedModel: The method is known, but not this variant of it.
     """
     method = str(getattr(stated.get("quant_method"), "value", stated.get("quant_method")))
     if method not in METHODS:
@@ -121,7 +121,7 @@ def _unread(name: str, what: str, known: str) -> UnsupportedModel:
 
 
 def check_stored_as_numbers(name: str, folder: Path) -> None:
-    """Refuse a folder whose weights are codes while nothing says how to read them.
+    """Refuse a folder whose weights are codes without a description of how to read them.
 
     Raises:
         UnsupportedModel: There are such weights.
@@ -137,17 +137,17 @@ def check_stored_as_numbers(name: str, folder: Path) -> None:
 
 
 class QuantizedSource(SafetensorsSource):
-    """The weights of a folder in which some modules are quantised.
+    """The weights of a folder with quantised modules.
 
     Args:
         folder: The folder.
-        dtype: What is computed in, and what is unpacked to.
-        layout: Of the quantised modules.
-        kind: None for block formats where they hold the values; "dense" for the numbers of all.
+        dtype: The dtype of computation and of unpacked weights.
+        layout: The layout of the quantised modules.
+        kind: None for block formats where they hold the values; "dense" to unpack all modules.
 
     Attributes:
-        stored_as: Modules by what they became, such as {"Q4_0": 196, "BF16": 1}.
-        unpacked_because: Why modules had to be unpacked, and one of them for each reason.
+        stored_as: The number of modules in each format, such as {"Q4_0": 196, "BF16": 1}.
+        unpacked_because: Reasons to unpack modules, with an example for each.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, layout: Layout,
@@ -182,7 +182,7 @@ class QuantizedSource(SafetensorsSource):
 
     @property
     def unread(self) -> list[str]:
-        """Tensors that nobody asked for, less the scales of activations."""
+        """Unused tensors, without the scales of activations."""
         return [name for name in super().unread
                 if name.rpartition(".")[2] not in (*OF_ACTIVATIONS, *SCALES)]
 
@@ -217,7 +217,7 @@ class QuantizedSource(SafetensorsSource):
         return self.stored(name) if super().__contains__(name) else None
 
     def _blocks(self, module: str, matrix: Matrix) -> BlockTensor:
-        """A matrix in a block format that holds its values, or in bfloat16; notes which."""
+        """Store a matrix in a block format that holds its values, or in bfloat16; note which."""
         why = None
         if isinstance(matrix, Codes):
             why = why_no_blocks(matrix)
@@ -233,7 +233,7 @@ class QuantizedSource(SafetensorsSource):
         return blocks
 
     def _why_numbers(self, module: str) -> str:
-        """Why a quantised matrix is neither codes nor blocks."""
+        """Why a quantised matrix has neither codes nor blocks."""
         names = (f"{module}.{kind}" for kind in ("weight", "weight_packed"))
         if any(super(QuantizedSource, self).__contains__(name)
                and self.stored_dtype(name) in (torch.uint8, *FLOAT8) for name in names):
@@ -242,7 +242,7 @@ class QuantizedSource(SafetensorsSource):
 
     @property
     def described(self) -> str:
-        """What became of the matrices, in words."""
+        """The formats of the matrices, in words."""
         blocks = {kind: count for kind, count in self.stored_as.items() if kind != "BF16"}
         parts = [f"{count} matrices in {kind} by our kernels, with the values of the checkpoint"
                  for kind, count in sorted(blocks.items())]

@@ -1,6 +1,6 @@
 """How quantised checkpoints store a matrix: GPTQ, AWQ, compressed-tensors, FP8, MXFP4 and NVFP4.
 
-Each reader takes the stored tensors of one module and gives its values exactly: as `Codes` where
+Each reader takes the stored tensors of one module and returns its exact values: as `Codes` where
 they are integers, as a `BlockTensor` where the layout is that of a GGUF block, else as float32.
 
 Sources of the layouts: GPTQModel (nn_modules/qlinear), AutoAWQ (utils/packing_utils.py),
@@ -31,12 +31,12 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 
 
 class Layout(NamedTuple):
-    """What the configuration says about the layout.
+    """The configuration's description of the layout.
 
     Attributes:
-        zero_offset: What GPTQ's stored zero points are less than the zero points: 1 in the first
+        zero_offset: The difference between GPTQ's actual and stored zero points: 1 in the first
             version of the format, 0 in the second.
-        tile: Outputs and inputs that share a scale in blockwise FP8.
+        tile: The numbers of outputs and inputs that share a scale in blockwise FP8.
     """
 
     zero_offset: int = 1
@@ -47,20 +47,20 @@ class Parts:
     """The stored tensors of one module.
 
     Args:
-        name: The module.
-        find: Gives a tensor by its full name; None if there is none.
+        name: The name of the module.
+        find: Returns the tensor of a full name; None if there is none.
     """
 
     def __init__(self, name: str, find: Callable[[str], Tensor | None]) -> None:
         self.name, self._find = name, find
 
     def get(self, *kinds: str) -> Tensor | None:
-        """The first of several tensors that is there, such as "qweight"."""
+        """The first existing tensor of several kinds, such as "qweight"."""
         tensors = (self._find(f"{self.name}.{kind}") for kind in kinds)
         return next((tensor for tensor in tensors if tensor is not None), None)
 
     def need(self, *kinds: str) -> Tensor:
-        """As `get`.
+        """As `get`, but the tensor must exist.
 
         Raises:
             ModelNotFound: There is none.
@@ -74,7 +74,7 @@ class Parts:
         return tensor
 
     def misfit(self, kind: str, tensor: Tensor) -> ModelNotFound:
-        """The error for a tensor of another shape than its weight implies."""
+        """The error for a tensor whose shape does not match its weight."""
         return ModelNotFound(
             f"{self.name}.{kind} has the shape {list(tensor.shape)}, which does not fit its "
             "weight; fetch the checkpoint again"
@@ -86,7 +86,7 @@ def read_module(parts: Parts, layout: Layout) -> Matrix:
 
     Args:
         parts: Its tensors.
-        layout: What the configuration says.
+        layout: The layout from the configuration.
 
     Raises:
         ModelNotFound: Tensors are missing or do not fit together.
@@ -141,7 +141,7 @@ def _awq(parts: Parts, words: Tensor, scales: Tensor) -> Matrix:
 
 
 def _packed_integers(parts: Parts, packed: Tensor) -> Matrix:
-    """weight_packed int32 [outputs, words], codes from zero up, with the shape they had before."""
+    """weight_packed int32 [outputs, words], unsigned codes, with their unpacked shape."""
     shape, scales = parts.need("weight_shape").tolist(), parts.need("weight_scale")
     outputs, inputs = int(shape[0]), int(shape[1])
     bits = next((bits for bits in (2, 4, 8) if -(-inputs * bits // 32) == packed.shape[1]), 0)
@@ -156,7 +156,7 @@ def _packed_integers(parts: Parts, packed: Tensor) -> Matrix:
 
 
 def _integers(parts: Parts, codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Matrix:
-    """Codes with a sign and scales of one number, [outputs, 1] or [outputs, groups]."""
+    """Signed codes, with one scale, or scales [outputs, 1] or [outputs, groups]."""
     if scales.dim() < 2:
         scales = scales.reshape(-1, 1)
     if len(scales) == 1:
@@ -175,8 +175,8 @@ def _grouped(
 ) -> Matrix:
     """Codes [outputs, inputs] with zero points and scales [outputs, groups].
 
-    order: [inputs] the group of each input, or None where groups are consecutive. Inputs that are
-    grouped by their activations (`desc_act`) have no blocks, so their values are float32.
+    order: [inputs] the group of each input, or None if groups are consecutive. Inputs grouped by
+    activations (`desc_act`) have no blocks, so their values are float32.
     """
     (outputs, inputs), groups = codes.shape, scales.shape[1]
     if inputs % groups:
@@ -190,7 +190,7 @@ def _grouped(
 
 
 def _floats_of_4(parts: Parts, packed: Tensor) -> Matrix:
-    """E2M1 numbers, two in a byte: MXFP4 with exponents as scales, NVFP4 with scales in E4M3."""
+    """E2M1 numbers, two per byte: MXFP4 with exponents as scales, NVFP4 with E4M3 scales."""
     scales = parts.need("weight_scale")
     inputs, groups = 2 * packed.shape[1], scales.shape[1]
     if len(scales) != len(packed) or inputs % groups:
@@ -212,11 +212,11 @@ def _floats_of_4(parts: Parts, packed: Tensor) -> Matrix:
 
 
 def mxfp4_blocks(codes: Tensor, exponents: Tensor) -> BlockTensor:
-    """E2M1 codes as MXFP4 blocks of a GGUF file, which have the first 16 codes in lower halves.
+    """Pack E2M1 codes as MXFP4 blocks of a GGUF file, with the first 16 codes in lower halves.
 
     Args:
-        codes: uint8 [outputs, inputs], each below 16.
-        exponents: uint8 [outputs, inputs / 32], of two, plus 127.
+        codes: uint8 [outputs, inputs], each less than 16.
+        exponents: uint8 [outputs, inputs / 32], exponents of two plus 127.
     """
     outputs, inputs = codes.shape
     first, second = torch.split(codes.view(outputs, -1, 32), 16, -1)
@@ -225,9 +225,9 @@ def mxfp4_blocks(codes: Tensor, exponents: Tensor) -> BlockTensor:
 
 
 def _float8(parts: Parts, weight: Tensor, tile: tuple[int, int]) -> Tensor:
-    """8-bit floats with one scale, a scale per output, per group, or per tile.
+    """8-bit floats with one scale, or with scales per output, group or tile.
 
-    `weight_scale_inv` is what the weights are multiplied by, in spite of its name.
+    Despite its name, `weight_scale_inv` is the factor of the weights.
     """
     scales = parts.need("weight_scale_inv", "weight_scale").float()
     (outputs, inputs), values = weight.shape, weight.float()
@@ -244,7 +244,7 @@ def _float8(parts: Parts, weight: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """uint8 [..., 4 n] of int32 [..., n], lower bytes first."""
+    """The bytes, uint8 [..., 4 n], of int32 [..., n], lower bytes first."""
     return words.contiguous().view(torch.uint8)
 
 

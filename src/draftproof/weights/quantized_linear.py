@@ -1,7 +1,7 @@
-"""Linear layers in 8 or 4 bits on a CPU. Knows our kernels and torch's operators, nothing of
+"""Linear layers in 8 or 4 bits on a CPU. Knows our kernels and torch's operators, but not
 models.
 
-A token's outputs are the same bits whatever is read with it, on every path.
+A token's outputs have the same bits whatever is read with it, on every path.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ EXACT = 1024
 
 
 class QuantizedLinear(JointLinear):
-    """What layers of both kinds are made of. weight, scales: as our kernels read them, else by
+    """The common base of both kinds. weight, scales: in the form our kernels read, or else by
     rows."""
 
     scales: Tensor
 
     @property
     def state(self) -> dict[str, object]:
-        """What `restored` makes the layer of."""
+        """The state from which `restored` makes the layer again."""
         form = (self.in_features, self.out_features, self.bias, self.kernels is not None)
         weights = {"weight": self.weight, "scales": self.scales}
         return {"kind": type(self).__name__, "form": form, "weights": weights}
 
     @staticmethod
     def restored(state: Mapping[str, Any]) -> QuantizedLinear:
-        """The layer that had this `state`."""
+        """Make a layer from its `state`."""
         kinds = {kind.__name__: kind for kind in QuantizedLinear.__subclasses__()}
         return kinds[state["kind"]]._restored(state)
 
@@ -61,9 +61,9 @@ class QuantizedLinear(JointLinear):
 class Int8Linear(QuantizedLinear):
     """Weights in 8 bits with a scale per output, activations in 8 bits with a scale per token.
 
-    Both are symmetric: codes -127..127 times max|x| / 127. Sums are of integers: by our kernel for
-    bfloat16 where there is one, else by float32 products of at most `EXACT` integers, which are
-    exact in whatever order the library sums.
+    Both are symmetric: codes -127..127 times max|x| / 127. Sums of integers are computed by our
+    kernel for bfloat16, or else by float32 products of at most `EXACT` integers, which are exact in
+    any order of summing.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -83,7 +83,7 @@ class Int8Linear(QuantizedLinear):
     def _by_torch(self, inputs: Tensor) -> Tensor:
         largest = inputs.abs().amax(-1, keepdim=True).float()                       # [..., 1]
         codes = inputs.float() * (127 / largest.clamp(min=1e-30))
-        # to the nearest, as our kernel
+        # round to nearest, like our kernel
         codes = codes.add_(128.5).floor_().sub_(128)
         outputs = codes.new_zeros(*codes.shape[:-1], self.out_features)
         for rows in _chunks(self.weight, EXACT):
@@ -97,7 +97,7 @@ class Int8Linear(QuantizedLinear):
 
 
 def slow_because(kind: str, dtype: torch.dtype) -> str | None:
-    """Why layers of this kind ("int8", "int4") are no quicker than the originals; None if they are.
+    """Why layers of this kind ("int8", "int4") are not faster than the originals; None if they are.
     """
     if kernels() is None:
         return f"there is no {kind[3:]}-bit kernel for this machine, see draftproof doctor"
@@ -106,6 +106,6 @@ def slow_because(kind: str, dtype: torch.dtype) -> str | None:
 
 
 def _chunks(weight: Tensor, columns: int | None = None) -> list[slice]:
-    """Rows of a weight, some at a time."""
+    """Slices of a weight's rows, of limited size."""
     rows = max(1, CHUNK // (columns or weight.shape[1]))
     return [slice(start, start + rows) for start in range(0, len(weight), rows)]

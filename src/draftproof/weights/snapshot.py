@@ -1,5 +1,5 @@
-"""Copies of a model around the same weights, all of it or its first layers; and whether a model
-changed since something was made of it."""
+"""Copies of a model, or of its first layers, that share its weights; and a check whether a model
+changed since something was made from it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ own is always called, and may count its calls in a number."""
 
 
 def shallow_copy(model: M) -> M:
-    """The model once more, sharing every parameter and buffer with it; a module put into one is not
-    in the other."""
+    """A copy of the model that shares its parameters and buffers, but not its tree of modules."""
     for name, module in model.named_modules():
-        if "forward" in module.__dict__:            # bound to the original, it would run that
+        if "forward" in module.__dict__:            # bound to the original, which it would run
             raise UnsupportedModel(
                 f"the forward of {name or 'the model'} is wrapped, by offloading for one; load it "
                 "unwrapped"
@@ -34,8 +33,8 @@ def shallow_copy(model: M) -> M:
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A shallow copy that reads with the first `count` layers alone, then with the model's own
-    final norm and head."""
+    """A shallow copy with only the first `count` layers, and the model's own final norm and head.
+    """
     whole = int(model.config.get_text_config().num_hidden_layers)
     if not 1 <= count < whole:
         raise BadInput(
@@ -62,8 +61,8 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
 
 def _shell(module: M, made: dict[int, nn.Module]) -> M:
-    """A copy of a module's own state, with shells in the place of its children; shared modules stay
-    shared."""
+    """A copy of a module's own attributes, with copies of its children; shared modules stay shared.
+    """
     if id(module) not in made:
         made[id(module)] = shell = copy.copy(module)
         dicts = {name: value for name, value in module.__dict__.items() if isinstance(value, dict)}
@@ -77,16 +76,16 @@ def _shell(module: M, made: dict[int, nn.Module]) -> M:
 
 
 class Snapshot(NamedTuple):
-    """What a model was when something was made of it.
+    """The state of a model when something was made from it.
 
     Attributes:
-        modules: Which they are, and forwards that were put into them.
-        hooks: What is hooked into the modules.
-        numbers: Plain numbers that modules and configurations hold, such as the epsilon of a norm,
-            the scale of attention and the vocabulary's size.
-        weights: Where they lie, how often they were written to, and which of peft's adapters are
-            active.
-        values: Of norms and biases, whose changes through ``.data`` leave no other trace.
+        modules: The modules, and forwards that were put into them.
+        hooks: The modules' hooks.
+        numbers: Plain numbers in modules and configurations, such as the epsilon of a norm, the
+            scale of attention and the size of the vocabulary.
+        weights: Addresses of the weights, how often they were written to, and peft's active
+            adapters.
+        values: Values of norms and biases, whose changes through ``.data`` leave no other trace.
     """
 
     modules: list[int]
@@ -130,6 +129,6 @@ class Snapshot(NamedTuple):
 
 
 def _config_numbers(model: nn.Module) -> list[object]:
-    """Fractions in a model's configuration, some of which forwards read there."""
+    """Fractions in a model's configuration, some of which are read by forwards."""
     config: object = getattr(model, "config", None)
     return [value for value in vars(config).values() if type(value) is float] if config else []

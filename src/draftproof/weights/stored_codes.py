@@ -1,9 +1,9 @@
-"""Integer codes with a scale per group, as GPTQ, AWQ and compressed-tensors store weights, and the
-block formats of GGUF that hold the same values.
+"""Integer codes with a scale per group, as in GPTQ, AWQ and compressed-tensors, and the block
+formats of GGUF that hold the same values.
 
-A weight is `(code - zero) * scale`. Codes less their zero point and scales in half precision fit
-Q4_0 (-8 to 7), Q5_0 (-16 to 15) or Q8_0 (-128 to 127) without changing a value, since a group of
-weights is a whole number of blocks with one scale each.
+A weight is `(code - zero) * scale`. Codes minus their zero point, with scales in half precision,
+fit Q4_0 (-8 to 7), Q5_0 (-16 to 15) or Q8_0 (-128 to 127) without changing a value, since a group
+of weights is a whole number of blocks with one scale each.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ HALF_RANGE = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128}
 
 
 class Codes(NamedTuple):
-    """A matrix in integers.
+    """A matrix of integer codes.
 
     Attributes:
-        numbers: int16 [outputs, inputs], codes less their zero point.
-        scales: float32 [outputs, groups]; each is of `inputs / groups` consecutive inputs.
+        numbers: int16 [outputs, inputs], codes minus their zero point.
+        scales: float32 [outputs, groups], each for `inputs / groups` consecutive inputs.
     """
 
     numbers: Tensor
     scales: Tensor
 
     def values(self) -> Tensor:
-        """[outputs, inputs] float32."""
+        """The values of the matrix, float32 [outputs, inputs]."""
         outputs, inputs = self.numbers.shape
         groups = self.scales.shape[1]
         numbers = self.numbers.view(outputs, groups, inputs // groups).float()
@@ -42,18 +42,18 @@ class Codes(NamedTuple):
 
 
 def unpacked_bits(stream: Tensor, bits: int) -> Tensor:
-    """Unsigned integers that are stored one after another, lower bits first.
+    """Unpack unsigned integers that are stored one after another, lower bits first.
 
     Args:
         stream: uint8 [..., bytes].
-        bits: Of one integer: 2, 3, 4 or 8.
+        bits: The bits of one integer: 2, 3, 4 or 8.
 
     Returns:
         uint8 [..., 8 * bytes / bits].
     """
     if bits == 8:
         return stream
-    together = 3 if bits == 3 else 1                    # bytes that hold whole integers
+    together = 3 if bits == 3 else 1                    # bytes that hold a whole number of integers
     parts = stream.reshape(*stream.shape[:-1], -1, together).int()
     whole = sum((parts[..., place] << 8 * place for place in range(1, together)), parts[..., 0])
     shifts = torch.arange(8 * together // bits, dtype=torch.int32) * bits
@@ -76,10 +76,10 @@ def why_no_blocks(codes: Codes) -> str | None:
 
 
 def blocks_of_codes(codes: Codes) -> BlockTensor:
-    """A matrix in the smallest block format that holds its values.
+    """Pack a matrix in the smallest block format that holds its values.
 
     Args:
-        codes: A matrix for which `why_no_blocks` has no reason.
+        codes: A matrix for which `why_no_blocks` returns None.
 
     Returns:
         Blocks of the same values. Inputs are padded with zeros to whole blocks.

@@ -1,7 +1,7 @@
-"""Where the weights of a native model come from: `TensorSource`, and safetensors folders.
+"""Sources of a native model's weights: `TensorSource`, and safetensors folders.
 
 A native model (`native_model`) is built from a configuration and a source, without an instance of
-the transformers class. Sources name modules and tensors as Hugging Face checkpoints do.
+the transformers class. Modules and tensors are named as in Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorSource(Protocol):
     """The weights of one model by their Hugging Face names.
 
     A source decides how matrices are stored (16, 8 or 4 bits, or the blocks of a GGUF file); the
-    model only multiplies. Every name is asked for once, layer by layer, so a source may read its
+    model only multiplies. Every name is requested once, layer by layer, so a source may read its
     file in order and keep nothing.
     """
 
@@ -44,7 +44,7 @@ class TensorSource(Protocol):
     """How matrices are stored; see `pack.pack`."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether there is a tensor of this full name, such as "lm_head.weight"."""
+        """Whether there is a tensor with this full name, such as "lm_head.weight"."""
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as numbers: norms, biases, sinks.
@@ -53,7 +53,7 @@ class TensorSource(Protocol):
             name: Its full name, such as "model.norm.weight".
 
         Returns:
-            The tensor in the model's dtype (float32 where the file has more precision to give).
+            The tensor in the model's dtype (float32 where the file is more precise).
 
         Raises:
             ModelNotFound: The file has no such tensor.
@@ -63,7 +63,7 @@ class TensorSource(Protocol):
         """Linear layers that read the same inputs, as one.
 
         Args:
-            names: Modules whose outputs are concatenated in this order, such as
+            names: The modules whose outputs are concatenated, in this order, such as
                 ["model.layers.0.self_attn.q_proj", "...k_proj", "...v_proj"]. For a head tied to
                 the embeddings this is ["model.embed_tokens"].
             bias: Whether each module has a `bias` next to its `weight`.
@@ -73,7 +73,7 @@ class TensorSource(Protocol):
         """
 
     def with_kind(self, kind: str | None) -> TensorSource:
-        """The same weights, with matrices stored in other bits; see `pack.pack`."""
+        """The same weights, with matrices stored in another kind; see `pack.pack`."""
 
     def embedding(self, name: str) -> TokenTable:
         """The table of token embeddings.
@@ -82,7 +82,7 @@ class TensorSource(Protocol):
             name: The module, "model.embed_tokens".
 
         Returns:
-            The table; where a head is tied to it, both share one copy if the format allows.
+            The table; a tied head shares its memory if the format allows that.
         """
 
 
@@ -90,8 +90,8 @@ class SafetensorsSource:
     """The weights of a folder of safetensors files, memory-mapped.
 
     Args:
-        folder: The folder with model.safetensors, or with an index and its parts.
-        dtype: What tensors are converted to when they are read.
+        folder: The folder of model.safetensors, or of an index and its parts.
+        dtype: The dtype that tensors are converted to.
         kind: How matrices are packed; see `pack.pack`.
     """
 
@@ -106,7 +106,7 @@ class SafetensorsSource:
         self._layers = 1 + max((int(number[1]) for number in numbers if number), default=-1)
 
     def with_kind(self, kind: str | None) -> SafetensorsSource:
-        """The same files, with matrices packed in other bits."""
+        """The same files, with matrices packed in another kind."""
         return SafetensorsSource(self.folder, self.dtype, kind)
 
     def __contains__(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class SafetensorsSource:
 
     @property
     def unread(self) -> list[str]:
-        """Tensors that nobody asked for."""
+        """Tensors that were not requested."""
         return sorted(self._file_of.keys() - self._read)
 
     def stored_dtype(self, name: str) -> torch.dtype:
@@ -153,8 +153,8 @@ class SafetensorsSource:
         biases = [self.tensor(f"{name}.bias") for name in names] if bias else []
         bias_of_all = torch.cat(biases) if biases else None
         layer = pack(names, weights, bias_of_all, self.kind, self._layers)
-        if isinstance(layer, (PackedLinear, QuantizedLinear)):      # they hold copies
-            for weight in weights:          # the mapped pages would stay resident next to these
+        if isinstance(layer, (PackedLinear, QuantizedLinear)):      # these hold copies
+            for weight in weights:          # or mapped pages would stay resident
                 release(weight)
         return layer
 
@@ -167,7 +167,7 @@ def _paths(folder: Path) -> list[tuple[str, Path]]:
     if (folder / "model.safetensors").is_file():
         return [("model.safetensors", folder / "model.safetensors")]
     files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1 and not (folder / INDEX).is_file():      # under a name of its own
+    if len(files) == 1 and not (folder / INDEX).is_file():      # under another name
         return [(files[0].name, files[0])]
     try:
         text = (folder / INDEX).read_text(encoding="utf-8")

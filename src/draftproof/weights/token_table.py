@@ -19,18 +19,18 @@ class TokenTable(Protocol):
 
     @property
     def weight(self) -> Tensor | None:
-        """The whole table in the model's dtype, contiguous, if it lies in memory or in a mapped
-        file; None if its rows are stored in blocks and made when they are looked up."""
+        """The whole table in the model's dtype, contiguous, if it is in memory or in a mapped file;
+        None if its rows are stored in blocks and unpacked when they are looked up."""
 
     @property
     def native(self) -> Native | None:
-        """The table as our kernels read it; None if they do not."""
+        """The table in the form our kernels read; None if they cannot read it."""
 
     def rows(self, tokens: Tensor) -> Tensor:
         """Look up embeddings.
 
         Args:
-            tokens: [...] int64, each in 0..vocab - 1.
+            tokens: [...] int64, each from 0 to vocab - 1.
 
         Returns:
             [..., size] in the model's dtype.
