@@ -1,1 +1,1 @@
-"""Reading GGUF files: metadata, tensors, configuration and tokenizer."""
+"""Reads GGUF files: metadata, tensors, configuration and tokenizer."""

@@ -16,11 +16,11 @@ from torch import Tensor
 
 
 class BlockSize(NamedTuple):
-    """How a type stores weights.
+    """The size of a type's blocks.
 
     Attributes:
-        weights: Consecutive weights of a row in one block.
-        nbytes: Bytes of one block.
+        weights: The number of consecutive weights of a row in one block.
+        nbytes: The bytes of one block.
     """
 
     weights: int
@@ -62,11 +62,11 @@ _CHUNK = 1 << 22
 
 
 class BlockTensor(NamedTuple):
-    """A tensor as the file stores it.
+    """A tensor as stored in the file.
 
     Attributes:
         type: The name of its type in ggml: "Q4_K", "Q8_0", "F16", "BF16", "F32", ...
-        shape: Its shape in torch's order, so [outputs, inputs] for the matrix of a linear layer.
+        shape: Its shape in torch's order, [outputs, inputs] for the matrix of a linear layer.
         data: uint8 [rows, bytes per row], a read-only view of the memory-mapped file. A row holds
             the weights along the last axis; all other axes are folded into `rows`.
     """
@@ -77,7 +77,7 @@ class BlockTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored tensor."""
+        """The bytes of the stored tensor."""
         return self.data.nbytes
 
     def rows(self, index: slice | Tensor) -> BlockTensor:
@@ -91,37 +91,37 @@ class BlockTensor(NamedTuple):
 
 
 def row_bytes(type: str, weights: int) -> int:
-    """Bytes of a row of `weights` weights, a multiple of the type's block."""
+    """The bytes of a row of `weights` weights, which must fill whole blocks."""
     size = BLOCK_SIZES[type]
     return weights // size.weights * size.nbytes
 
 
 def block_tensor(type: str, shape: tuple[int, ...], data: Tensor) -> BlockTensor:
-    """A tensor of the file's bytes.
+    """Make a tensor from the file's bytes.
 
     Args:
         type: A key of `BLOCK_SIZES`.
-        shape: In torch's order. The last size is a multiple of the type's block.
+        shape: In torch's order. The last dimension is a multiple of the type's block.
         data: uint8 of any shape, in the file's order.
     """
     return BlockTensor(type, shape, data.view(-1, row_bytes(type, shape[-1] if shape else 1)))
 
 
 def dequantize(tensor: BlockTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that the blocks stand for.
+    """Compute the numbers that blocks represent.
 
     Args:
-        tensor: Of any type in `BLOCK_SIZES`.
-        dtype: Of the result. Values are computed in float32 and rounded once.
+        tensor: A tensor of any type in `BLOCK_SIZES`.
+        dtype: The dtype of the result. Values are computed in float32 and rounded once.
 
     Returns:
-        A new tensor of `tensor.shape`.
+        A new tensor of shape `tensor.shape`.
     """
     if tensor.type in PLAIN:
         numbers = tensor.data.view(PLAIN[tensor.type]).to(dtype, copy=True)
         return numbers.reshape(tensor.shape)
     rows, width = len(tensor.data), tensor.shape[-1]
-    with torch.inference_mode(False):                   # threads of ours write to it
+    with torch.inference_mode(False):                   # our threads write to it
         result = torch.empty(rows, width, dtype=dtype)
     step = max(1, _CHUNK // width)
 
@@ -129,7 +129,7 @@ def dequantize(tensor: BlockTensor, dtype: torch.dtype = torch.float32) -> Tenso
         stored = tensor.data[start : start + step].numpy()
         result[start : start + step] = torch.from_numpy(_unpacked(stored, tensor.type))
 
-    if rows <= step:                                    # a few rows: no threads to wait for
+    if rows <= step:                                    # no threads for a few rows
         convert(0)
     else:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
@@ -139,9 +139,9 @@ def dequantize(tensor: BlockTensor, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def _unpacked(stored: np.ndarray, type: str) -> np.ndarray:
-    """[rows, weights] float32 of bytes [rows, bytes per row]."""
+    """Unpack bytes [rows, bytes per row] to float32 [rows, weights]."""
     from gguf import GGMLQuantizationType, quants
 
-    # scales that are NaN or infinite are the file's own and not worth a warning here
+    # NaN or infinite scales come from the file and need no warning here
     with np.errstate(invalid="ignore", over="ignore"):
         return quants.dequantize(stored, GGMLQuantizationType[type])

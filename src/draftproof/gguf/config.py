@@ -1,8 +1,8 @@
-"""From a GGUF file's metadata to a configuration in Hugging Face's format, and the map of tensors.
+"""Makes a configuration in Hugging Face's format from a GGUF file's metadata, and maps tensors.
 
-Sources: the constants of the package `gguf`, and how convert_hf_to_gguf.py of llama.cpp changes
-weights: it reorders the rows of Llama's queries and keys for another rotation, and stores Gemma's
-norms with the one added that the model adds.
+Sources: the constants of the package `gguf`, and llama.cpp's convert_hf_to_gguf.py, which changes
+weights: it reorders the rows of Llama's queries and keys for another rotation, and adds one to
+Gemma's norms, as the model does.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from draftproof.gguf.tokenizer import end_tokens
 
 
 class Stored(NamedTuple):
-    """Where a tensor of the Hugging Face checkpoint is in the file, and how it was changed.
+    """The location of a Hugging Face checkpoint's tensor in the file, and how it was changed.
 
     Attributes:
-        name: Of the tensor in the file.
-        heads: 0, or how many heads have their rows in the order of adjacent pairs, where Hugging
-            Face's order is halves.
-        shift: What the file added to every number.
-        joined: A tensor whose outputs follow those of the first, where the checkpoint has both as
-            one; empty for none.
-        restored: Gives the checkpoint's numbers for those of the file, of both tensors if there are
-            two, where that is more than an order of rows.
+        name: The name of the tensor in the file.
+        heads: The number of heads whose rows are in the order of adjacent pairs instead of Hugging
+            Face's order of halves; 0 if there are none.
+        shift: The number that was added to every value in the file.
+        joined: A tensor whose outputs follow those of the first in the checkpoint's joint tensor;
+            empty for none.
+        restored: Computes the checkpoint's numbers from those of the file (of both tensors if there
+            are two), where this takes more than reordering rows.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Stored(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What a file says about its model.
+    """A file's description of its model.
 
     Attributes:
         config: A configuration as in config.json.
-        tensors: Every tensor that the model has, by its name in Hugging Face's checkpoints.
+        tensors: Every tensor of the model, by its name in Hugging Face's checkpoints.
         unused: Tensors of the file that neither the model nor a drafter reads.
-        prediction: The tensors of layers for multi-token prediction, which follow those of the
-            model, by the names that DeepSeek-V3's checkpoint gives them.
+        prediction: The tensors of layers for multi-token prediction, which follow the model's
+            layers, by their names in DeepSeek-V3's checkpoint.
     """
 
     config: dict[str, Any]
@@ -62,13 +62,13 @@ class Model(NamedTuple):
 
 
 def model_of(file: GGUFFile) -> Model | None:
-    """Read the model's configuration and where its tensors are.
+    """Read the model's configuration and the locations of its tensors.
 
     Returns:
         None for an architecture that is not mapped here.
 
     Raises:
-        UnsupportedModel: The file holds no language model, or has a setting that is not known.
+        UnsupportedModel: The file holds no language model, or has an unknown setting.
         ModelNotFound: Metadata or tensors are missing.
     """
     _check_kind(file)
@@ -98,7 +98,7 @@ _ENDS = {
 
 
 def _check_kind(file: GGUFFile) -> None:
-    """Refuse files that are a part of a model or no language model."""
+    """Refuse files of only a part of a model, or of no language model."""
     kind = file.metadata.text("general.type", "model")
     if kind != "model" or file.architecture == "clip":
         what = {"adapter": "a LoRA adapter", "imatrix": "an importance matrix",
@@ -108,10 +108,10 @@ def _check_kind(file: GGUFFile) -> None:
 
 
 def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
-    """The settings that all families have."""
+    """The settings of all families."""
     name, metadata = file.architecture, file.metadata
     heads, hidden = metadata.integer(f"{name}.attention.head_count"), _hidden(file)
-    # of each layer, 0 where it has no attention, or of all
+    # per layer, 0 without attention, or one number for all layers
     key_heads = int(max(metadata.numbers(f"{name}.attention.head_count_kv", [heads]), default=0))
     if min(heads, key_heads) < 1 or heads % key_heads:
         raise ModelNotFound(
@@ -128,7 +128,7 @@ def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
         "num_hidden_layers": layer_count(file), "num_attention_heads": heads,
         "num_key_value_heads": key_heads, "head_dim": head_dim,
         "max_position_embeddings": metadata.integer(f"{name}.context_length"),
-        # stored in float32: the shortest decimal is the number that was meant
+        # stored in float32: the shortest decimal is the intended number
         "rms_norm_eps": float(str(epsilon)), "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -144,7 +144,7 @@ def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
 
 
 def _width(file: GGUFFile) -> int:
-    """Of the feed-forward part of the first layer; 0 where there are only experts."""
+    """The width of the first layer's feed-forward part; 0 where there are only experts."""
     key = "feed_forward_length"
     if f"{file.architecture}.{key}" not in file.metadata and file.metadata.get(
             f"{file.architecture}.expert_count"):
@@ -153,7 +153,7 @@ def _width(file: GGUFFile) -> int:
 
 
 def layer_count(file: GGUFFile) -> int:
-    """Layers of the decoder; the file also counts those that predict further tokens."""
+    """The number of decoder layers; the file also counts layers for multi-token prediction."""
     name, metadata = file.architecture, file.metadata
     count = metadata.integer(f"{name}.block_count") - _prediction_layers(file)
     if not 0 < count <= len(file.tensors):
@@ -178,7 +178,7 @@ def _tensor(file: GGUFFile, name: str) -> Any:
 def _tensors(
     file: GGUFFile, family: Family, config: dict[str, Any]
 ) -> Iterator[tuple[str, Stored]]:
-    """Each tensor of the checkpoint, and where it is."""
+    """Each tensor of the checkpoint, and its location."""
     yield "model.embed_tokens.weight", Stored("token_embd.weight")
     yield family.norm[0], Stored(family.norm[1], shift=family.shift)
     if not config["tie_word_embeddings"]:
@@ -193,7 +193,7 @@ def _tensors(
 def _layer(
     file: GGUFFile, family: Family, config: dict[str, Any], layer: int
 ) -> Iterator[tuple[str, Stored]]:
-    """Each tensor of a layer of the decoder."""
+    """Each tensor of a decoder layer."""
     heads = {"self_attn.q_proj": config["num_attention_heads"],
              "self_attn.k_proj": config["num_key_value_heads"]}  # fmt: skip
     restorers = {} if family.restorers is None else family.restorers(config)
@@ -226,8 +226,8 @@ def _layer(
 
 
 def _prediction(file: GGUFFile, family: Family, config: dict[str, Any]) -> dict[str, Stored]:
-    """The tensors of the layers for multi-token prediction; none if the file was made without, or
-    has them in another form. The model does not need them."""
+    """The tensors of layers for multi-token prediction, which the model does not need; none if the
+    file lacks them or has them in another form."""
     if f"blk.{config['num_hidden_layers']}.nextn.eh_proj.weight" not in file.tensors:
         return {}
     try:
@@ -253,13 +253,13 @@ def _predicting(
 
 
 def paired_rows(rows: int, heads: int) -> Tensor:
-    """[rows] the places in the file of rows in Hugging Face's order.
+    """[rows] the indices in the file of rows in Hugging Face's order.
 
     llama.cpp rotates adjacent numbers of a head, Hugging Face numbers half a head apart.
 
     Args:
-        rows: Of the matrix of queries or keys.
-        heads: That these rows belong to.
+        rows: The number of rows of the matrix of queries or keys.
+        heads: The number of heads to which these rows belong.
     """
     places = torch.arange(rows).view(heads, -1, 2)
     return places.transpose(1, 2).reshape(-1)
@@ -315,7 +315,7 @@ def _factors(file: GGUFFile, name: str) -> list[float]:
 
 
 def _yarn(file: GGUFFile, prefix: str) -> dict[str, Any]:
-    """What a file may say about YaRN beyond its factor."""
+    """The optional settings of YaRN in a file, besides its factor."""
     names = {"attention_factor": "attn_factor", "beta_fast": "yarn_beta_fast",
              "beta_slow": "yarn_beta_slow"}  # fmt: skip
     return {key: file.metadata.number(prefix + name) for key, name in names.items()
@@ -323,7 +323,7 @@ def _yarn(file: GGUFFile, prefix: str) -> dict[str, Any]:
 
 
 def _llama3(file: GGUFFile, theta: float, rotated: int, context: int) -> dict[str, Any]:
-    """Factors of frequencies: Llama 3's rule where it gives them, else the factors themselves."""
+    """Factors of frequencies: Llama 3's rule if it reproduces them, or else the factors."""
     factors = torch.tensor(_factors(file, "rope_freqs.weight"))
     if bool((factors == 1).all()):
         return {}

@@ -1,6 +1,6 @@
 """Families of GGUF files with mixtures of experts: Qwen3-MoE, GLM-4.5, DeepSeek, Llama 4, gpt-oss.
 
-A file has the experts of a layer as three tensors: gates, what they let through, and the way back.
+A file has the experts of a layer as three tensors: gate, up and down projections.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _qwen3_moe(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _routed(file: GGUFFile, config: dict[str, Any]) -> None:
-    """What DeepSeek and GLM-4.5 say about their experts."""
+    """The settings of experts in DeepSeek and GLM-4.5."""
     metadata, prefix = file.metadata, f"{file.architecture}."
 
     def integer(key: str, default: int | None = None) -> int:
@@ -70,7 +70,7 @@ def _glm4_moe_layer(file: GGUFFile, layer: int) -> dict[str, str]:
 
 
 def _mlp_of(file: GGUFFile, layer: int) -> dict[str, str]:
-    """The modules of a layer that may be dense, or have experts, some of which are always used."""
+    """The modules of a layer that may be dense, or have routed and shared experts."""
     prefix = f"blk.{layer}."
     if f"{prefix}ffn_gate_inp.weight" not in file.tensors:
         return {**MLP, "mlp.down_proj": "ffn_down"}
@@ -79,7 +79,7 @@ def _mlp_of(file: GGUFFile, layer: int) -> dict[str, str]:
 
 
 def _deepseek2(file: GGUFFile, config: dict[str, Any]) -> None:
-    """DeepSeek V2, or V3 where experts have a bias for being chosen."""
+    """DeepSeek V2, or V3 if the choice of experts has a bias."""
     metadata, rope = file.metadata, config["rope_parameters"]
     _routed(file, config)
 
@@ -113,7 +113,7 @@ def _deepseek2_layer(file: GGUFFile, layer: int) -> dict[str, str]:
 
 
 def _deepseek2_restorers(config: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
-    """Files have what makes keys and values of latent states apart, that of keys transposed."""
+    """Files have separate projections of latent states to keys, transposed, and to values."""
     def both(keys: Tensor, values: Tensor) -> Tensor:   # [heads, latent, key], [heads, value, ...]
         return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
 
@@ -137,7 +137,7 @@ def _llama4(file: GGUFFile, config: dict[str, Any]) -> None:
         "moe_layers": [layer for layer in layers
                        if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors],
         "interleave_moe_layer_step": metadata.integer("llama4.interleave_moe_layer_step", 1),
-        # no file says so: the larger one, Maverick, does not norm its queries and keys
+        # not stated in files: the larger model, Maverick, does not norm queries and keys
         "use_qk_norm": experts != 128,
     }  # fmt: skip
 
@@ -148,7 +148,7 @@ def _llama4_layer(file: GGUFFile, layer: int) -> dict[str, str]:
 
 
 def _transposed(*parts: Tensor) -> Tensor:
-    """Experts whose checkpoint has inputs before outputs; gates come first where there are two."""
+    """Experts whose checkpoint has inputs before outputs, and gates before up projections."""
     return torch.cat(parts, -2).transpose(-1, -2)
 
 
@@ -169,11 +169,11 @@ def _gpt_oss(file: GGUFFile, config: dict[str, Any]) -> None:
                         for layer in layers],
     }  # fmt: skip
     if config["rope_parameters"]["rope_type"] == "yarn":
-        config["rope_parameters"]["truncate"] = False       # of every published model
+        config["rope_parameters"]["truncate"] = False       # as in every published model
 
 
 def _gpt_oss_restorers(_: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
-    """Checkpoints have gates and what they let through in turns."""
+    """Checkpoints interleave gate and up projections."""
     def in_turns(gates: Tensor, ups: Tensor) -> Tensor:     # [experts, size, ...]
         return torch.stack([gates, ups], 2).flatten(1, 2)
 

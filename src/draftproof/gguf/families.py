@@ -1,7 +1,7 @@
-"""The families of models that GGUF files are mapped to: settings and names of tensors.
+"""The model families to which GGUF files are mapped: settings and names of tensors.
 
-Sources: the constants of the package `gguf`, and how convert_hf_to_gguf.py of llama.cpp writes each
-architecture.
+Sources: the constants of the package `gguf`, and llama.cpp's convert_hf_to_gguf.py, which writes
+each architecture.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _granite(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _smollm3(file: GGUFFile, config: dict[str, Any]) -> None:
-    """Every fourth layer has no rotation; no file says so."""
+    """Every fourth layer has no rotation, which files do not state."""
     count = config["num_hidden_layers"]
     config["no_rope_layers"] = [int((layer + 1) % 4 != 0) for layer in range(count)]
 
 
 def _mistral3(file: GGUFFile, config: dict[str, Any]) -> None:
-    """Mistral, or Ministral 3 where queries grow with their positions."""
+    """Mistral, or Ministral 3 if queries are scaled by their positions."""
     metadata, rope = file.metadata, config["rope_parameters"]
     if rope["rope_type"] == "yarn" and "mistral3.rope.scaling.yarn_log_multiplier" in metadata:
         scale = metadata.number("mistral3.rope.scaling.yarn_log_multiplier")

@@ -1,4 +1,4 @@
-"""What a family of models is to the reader of GGUF files, and names that many families share."""
+"""Describes a model family for the reader of GGUF files; names that many families share."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Restorers = Callable[[dict[str, Any]], dict[str, Callable[..., Tensor]]]
 
 
 class Family(NamedTuple):
-    """How an architecture of llama.cpp corresponds to a class of transformers.
+    """The correspondence of a llama.cpp architecture and a transformers class.
 
     Attributes:
         architecture: The class.
-        model_type: Of its configuration.
-        layer: Modules of a layer, and the tensors of a block. Of `PARAMETERS` tensors are named in
-            full; two with "+" between them are one parameter.
+        model_type: The model_type of its configuration.
+        layer: Modules of a layer, and the tensors of a block. Tensors of `PARAMETERS` have full
+            names; two joined by "+" are one parameter.
         permuted: Whether rows of queries and keys are stored in the order of pairs.
-        shift: What was added to the weights of norms.
+        shift: The number that was added to the weights of norms.
         more: Further settings.
         layer_of: The modules of one layer, where layers differ.
-        restorers: What gives the checkpoint's numbers for those of the file, by module.
-        norm: The last norm, in the checkpoint and in the file.
-        outside: Modules outside of the layers that a model may have, and their tensors.
+        restorers: Functions from the file's numbers to the checkpoint's, by module.
+        norm: The names of the last norm in the checkpoint and in the file.
+        outside: Optional modules outside of the layers, and their tensors.
     """
 
     architecture: str
@@ -54,17 +54,17 @@ class Family(NamedTuple):
 
 
 def decimal(number: float) -> float:
-    """The shortest decimal that is this float32, which is the number that was meant."""
+    """The shortest decimal that rounds to this float32, which is the intended number."""
     return float(str(np.float32(number)))
 
 
 def per_layer(file: GGUFFile, key: str, count: int) -> list[int]:
-    """A setting of each layer; a file may have one number for all.
+    """A setting for each layer; a file may have one number for all.
 
     Args:
         file: The file.
-        key: In the metadata, after the architecture.
-        count: How many layers there are.
+        key: The key in the metadata, after the architecture.
+        count: The number of layers.
     """
     numbers = [int(number) for number in file.metadata.numbers(f"{file.architecture}.{key}")]
     if len(numbers) == 1:

@@ -1,7 +1,7 @@
 """GGUF files: the header, the table of tensors, and files split into several parts.
 
-A file is memory-mapped. Everything that its header says is checked against the file's length before
-it is used, so no tensor reaches outside the mapping.
+A file is memory-mapped. Its whole header is checked against the file's length before use, so no
+tensor reaches outside the mapping.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Entry(NamedTuple):
     """A line of the table of tensors.
 
     Attributes:
-        name: Unique in all parts.
+        name: Its name, unique in all parts.
         type: A key of `BLOCK_SIZES`.
-        shape: In torch's order.
-        offset: Bytes from the beginning of the tensors' data.
-        nbytes: Its length.
+        shape: Its shape in torch's order.
+        offset: Its offset in bytes from the beginning of the tensors' data.
+        nbytes: Its length in bytes.
     """
 
     name: str
@@ -51,9 +51,9 @@ class GGUFFile:
     Attributes:
         path: The file that was opened.
         parts: All files, in order; only `path` if it is not split.
-        metadata: Of the first part.
-        tensors: By name, in the order of the table, as views of the mapped files.
-        opened_as: Its `identity` when it was read.
+        metadata: The metadata of the first part.
+        tensors: Tensors by name, in the order of the table, as views of the mapped files.
+        opened_as: Its `identity` when it was opened.
     """
 
     def __init__(self, path: Path, parts: list[Path], metadata: Metadata,
@@ -63,8 +63,7 @@ class GGUFFile:
 
     @staticmethod
     def recognises(path: str | Path) -> bool:
-        """Whether a path names an existing file that is called a GGUF file, in letters of any
-        case."""
+        """Whether a path is an existing file with the extension of GGUF files, in any case."""
         return str(path).lower().endswith(".gguf") and Path(path).is_file()
 
     @classmethod
@@ -75,8 +74,8 @@ class GGUFFile:
             path: A GGUF file, or any part of a split one.
 
         Raises:
-            ModelNotFound: It is no GGUF file, is damaged or cut off, or a part is missing.
-            UnsupportedModel: It has a version or a type of tensors that is not known here.
+            ModelNotFound: It is not a GGUF file, is damaged or truncated, or a part is missing.
+            UnsupportedModel: Its version or a type of tensor is unknown.
         """
         path = Path(path)
         if path in _LAST and _LAST[path].identity() == _LAST[path].opened_as:
@@ -112,12 +111,12 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        """The family of models, as llama.cpp names it."""
+        """llama.cpp's name of the model family."""
         return self.metadata.text("general.architecture")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def identity(self) -> str:
@@ -165,7 +164,7 @@ def _read(path: Path) -> tuple[Metadata, dict[str, BlockTensor]]:
 
 
 def _mapped(path: Path) -> Tensor:
-    """uint8 [bytes], the file in memory; what is written to it stays in memory."""
+    """uint8 [bytes], the mapped file; writes stay in memory."""
     try:
         size = path.stat().st_size if path.is_file() else 0
         if not path.is_file() or not size:
@@ -178,7 +177,7 @@ def _mapped(path: Path) -> Tensor:
 
 
 def _entries(cursor: Cursor, count: int) -> Iterator[Entry]:
-    """The table of tensors."""
+    """Read the table of tensors."""
     if count > MAX_TENSORS:
         raise cursor.damaged(f"its header promises {count} tensors")
     names = set[str]()
@@ -210,7 +209,7 @@ def _entry(cursor: Cursor, name: str, sizes: list[int], kind: int, offset: int) 
 
 
 def _check(cursor: Cursor, entries: list[Entry], start: int, alignment: int) -> None:
-    """Refuse tensors that lie outside the file, unaligned or over each other."""
+    """Refuse tensors that lie outside the file, are unaligned, or overlap."""
     length, end = len(cursor.data), 0
     for entry in sorted(entries, key=lambda entry: entry.offset):
         if entry.offset % alignment:

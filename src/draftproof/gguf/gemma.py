@@ -20,7 +20,7 @@ def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
                   for layer in range(count)]  # fmt: skip
     else:
         slides = [bool(window and slide) for slide in pattern[:count]]
-    # the largest of the family scales by the width per head (gemma_pytorch, config.py)
+    # the family's largest model scales by the width per head (gemma_pytorch, config.py)
     largest = count == 62
     scalar = config["hidden_size"] // config["num_attention_heads"]
     local = metadata.number("gemma3.rope.freq_base_swa", 1e4)
@@ -82,12 +82,12 @@ def _gemma4(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _shared(file: GGUFFile) -> int:
-    """How many layers at the end use the keys and values of earlier ones."""
+    """The number of last layers that use the keys and values of earlier ones."""
     return file.metadata.integer("gemma4.attention.shared_kv_layers", 0)
 
 
 def _share(file: GGUFFile) -> float:
-    """The share of a head that is rotated; factors slow the rest down to nothing."""
+    """The share of a head that is rotated; the factors all but stop the rest's rotation."""
     factors = file.tensors.get("rope_freqs.weight")
     if factors is None:
         return 1.0

@@ -32,7 +32,7 @@ def _qwen35(file: GGUFFile, config: dict[str, Any]) -> None:
     _delta_nets(file, config)
     key = f"{file.architecture}.rope.dimension_sections"
     sections = file.metadata.numbers(key, [11, 11, 10, 0])
-    # all three positions of a token of text are alike, so that sections change nothing
+    # the three positions of a text token are equal, so sections change nothing
     config["rope_parameters"] |= {"mrope_section": [int(size) for size in sections[:3]],
                                   "mrope_interleaved": True}
 
@@ -75,7 +75,7 @@ def _qwen35_moe_layer(file: GGUFFile, layer: int) -> dict[str, str]:
 def _qwen3_next_layer(file: GGUFFile, layer: int) -> dict[str, str]:
     if not _is_linear(file, layer):
         return {**_SHARED_EXPERT, **_FULL}
-    # older files have one matrix in the checkpoint's order
+    # older files have a single matrix in the checkpoint's order
     whole = f"blk.{layer}.ssm_in.weight" in file.tensors
     inputs = "ssm_in" if whole else "attn_qkv+attn_gate"
     return {**_SHARED_EXPERT, **_LINEAR, "linear_attn.in_proj_qkvz": inputs,
@@ -83,7 +83,7 @@ def _qwen3_next_layer(file: GGUFFile, layer: int) -> dict[str, str]:
 
 
 def _qwen35_restorers(config: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
-    """Files have the value heads of one key head apart, which checkpoints have together."""
+    """Files separate the value heads of one key head, which are adjacent in checkpoints."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     width = config["linear_value_head_dim"]
     before = 2 * keys * config["linear_key_head_dim"]   # queries and keys
@@ -110,7 +110,7 @@ def _qwen35_restorers(config: dict[str, Any]) -> dict[str, Callable[..., Tensor]
 
 
 def _qwen3_next_restorers(config: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
-    """Checkpoints have what belongs to one key head together: its query, key, values and gates."""
+    """Checkpoints group the rows of each key head: its query, key, values and gates."""
     keys, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
 
     def together(*parts: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _qwen3_next_restorers(config: dict[str, Any]) -> dict[str, Callable[..., Ten
 
 
 def _lfm2(file: GGUFFile, config: dict[str, Any]) -> None:
-    """LFM2: most layers mix the last few tokens by a short convolution."""
+    """LFM2: most layers mix the last few tokens with a short convolution."""
     layers = range(config["num_hidden_layers"])
     config["layer_types"] = [
         "conv" if f"blk.{layer}.shortconv.conv.weight" in file.tensors else "full_attention"

@@ -1,7 +1,7 @@
-"""Metadata of a GGUF file: reading its keys and values, and looking them up by type.
+"""Reads the metadata of a GGUF file, and looks up values by type.
 
-The layout is that of docs/gguf.md in ggml. Every length and count is checked against the bytes that
-are there before it is used, so a damaged or hostile file ends in one sentence.
+The layout is that of docs/gguf.md in ggml. Every length and count is checked against the remaining
+bytes before use, so a damaged or hostile file causes a one-sentence error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Cursor:
-    """A place in the bytes of a file, from which values are read in order.
+    """A position in the bytes of a file, from which values are read in order.
 
     Args:
         data: All bytes of the file.
@@ -46,7 +46,7 @@ class Cursor:
         self.data, self.path, self.offset = data, path, 0
 
     def take(self, nbytes: int, what: str) -> memoryview:
-        """The next bytes, of which there must be enough for `what`."""
+        """Read the next `nbytes` bytes, or raise an error about `what` if there are fewer."""
         end = self.offset + nbytes
         if end > len(self.data):
             raise ModelNotFound(
@@ -57,11 +57,11 @@ class Cursor:
         return part
 
     def integer(self, nbytes: int, what: str) -> int:
-        """An unsigned integer of 4 or 8 bytes."""
+        """Read an unsigned integer of 4 or 8 bytes."""
         return int.from_bytes(self.take(nbytes, what), "little")
 
     def string(self, what: str, limit: int = MAX_STRING) -> str:
-        """A string of at most `limit` bytes."""
+        """Read a string of at most `limit` bytes."""
         length = self.integer(8, what)
         if length > limit:
             raise self.damaged(f"{what} has {length} bytes; at most {limit} are possible")
@@ -71,7 +71,7 @@ class Cursor:
             raise self.damaged(f"{what} is not UTF-8 text") from error
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Pass over an array of strings."""
+        """Skip an array of strings."""
         data, end, offset, unpack = self.data, len(self.data), self.offset, _LENGTH.unpack_from
         try:
             for _ in range(count):
@@ -83,12 +83,12 @@ class Cursor:
         self.take(min(offset, end + 1) - self.offset, what)
 
     def damaged(self, reason: str) -> ModelNotFound:
-        """The error for a file that no writer of GGUF files makes."""
+        """The error for a damaged file."""
         return ModelNotFound(f"{self.path} is damaged: {reason}; fetch it again")
 
 
 class Strings(Sequence[str]):
-    """An array of strings, decoded when first read, once for all threads."""
+    """An array of strings, decoded on first use, once for all threads."""
 
     def __init__(self, cursor: Cursor, start: int, end: int, count: int, what: str) -> None:
         self._cursor, self._start, self._end = cursor, start, end
@@ -117,7 +117,7 @@ class Strings(Sequence[str]):
         return self._items
 
     def _read(self) -> list[str]:
-        # slices of bytes are decoded in half the time of slices of a memoryview
+        # slices of bytes are decoded twice as fast as slices of a memoryview
         data = bytes(self._cursor.data[self._start : self._end])
         offset, unpack, items = 0, _LENGTH.unpack_from, []
         try:
@@ -143,7 +143,7 @@ class Metadata(dict[str, Any]):
         self.path = path
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; `default` where the file has none, an error if that is None."""
+        """A whole number; if the file has none, `default`, or an error if that is None."""
         return self._typed(key, int, "a whole number", default)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -192,11 +192,11 @@ def read_metadata(cursor: Cursor, count: int) -> Metadata:
     """Read `count` keys with their values.
 
     Args:
-        cursor: At the first key; afterwards after the last value.
-        count: As the header says.
+        cursor: Positioned at the first key, and afterwards after the last value.
+        count: The count from the header.
 
     Raises:
-        ModelNotFound: The bytes are not such metadata, or end within it.
+        ModelNotFound: The bytes are not metadata, or end too early.
     """
     if count > MAX_KEYS:
         raise cursor.damaged(f"its header promises {count} metadata keys")

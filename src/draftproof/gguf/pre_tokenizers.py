@@ -1,8 +1,8 @@
-"""How text is normalised and split before byte-level BPE, by the value of `tokenizer.ggml.pre`.
+"""Normalises and splits text before byte-level BPE, by the value of `tokenizer.ggml.pre`.
 
-A GGUF file does not store the regular expressions of its tokenizer. It names them, and they are
-known to the reader. Those here are of the tokenizer.json files that the names stand for, as quoted
-in llama-vocab.cpp of llama.cpp.
+A GGUF file does not store the regular expressions of its tokenizer but a name, and readers have to
+know them. Those here are from the named tokenizer.json files, as quoted in llama-vocab.cpp of
+llama.cpp.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 
 
 class Splitting(NamedTuple):
-    """How text becomes the pieces that are merged.
+    """The steps from text to the pieces that are merged.
 
     Attributes:
         pre_tokenizer: Splits text and maps bytes to letters.
         nfc: Whether text is composed (Unicode NFC) first.
         ignore_merges: Whether a piece that is a token is never split.
-        adds_bos: Whether a file that does not say so has a beginning token before the text.
+        adds_bos: Whether a beginning token comes before the text if the file does not say so.
     """
 
     pre_tokenizer: PreTokenizer
@@ -94,7 +94,7 @@ def _deepseek_coder() -> PreTokenizer:
 
 
 def splitting(pre: str) -> Splitting | None:
-    """The splitting that a value of `tokenizer.ggml.pre` names; None if it is not known here."""
+    """The splitting for a value of `tokenizer.ggml.pre`; None if the value is unknown."""
     if pre in ("llama3", "llama-v3", "llama-bpe", "falcon3", "lfm2"):
         return Splitting(_byte_level(_LLAMA3), ignore_merges=True, adds_bos=True)
     if pre in ("glm4", "glm5", "chatglm-bpe"):

@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, without transformers.
 
-`tokenizer.ggml.model` says how text is encoded: "gpt2" is byte-level BPE, "llama" is the BPE of
-SentencePiece with a score per token, and "gemma4" is the same with explicit merges. The ids equal
-those of the tokenizer.json that the file was made from.
+`tokenizer.ggml.model` names the encoding: "gpt2" is byte-level BPE, "llama" is SentencePiece's BPE
+with a score per token, and "gemma4" is the same with explicit merges. The ids equal those of the
+tokenizer.json that the file was made from.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _ROLES = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unk": "unknow
 
 
 class GGUFTokenizer(NamedTuple):
-    """A tokenizer and what belongs to it.
+    """A tokenizer with its special tokens and templates.
 
     Attributes:
-        tokenizer: Encodes and decodes.
-        roles: Token ids by role, those of "bos", "eos", "eot", "eom", "unk" and "pad" that the
-            file names.
+        tokenizer: The tokenizer that encodes and decodes.
+        roles: Token ids by role: "bos", "eos", "eot", "eom", "unk" and "pad", as far as the file
+            names them.
         end_tokens: Every token that ends an answer.
         chat_templates: Jinja templates by name; the usual one is "default".
     """
@@ -59,7 +59,7 @@ class GGUFTokenizer(NamedTuple):
 
 
 class _Vocabulary(NamedTuple):
-    """What a file says about its tokens."""
+    """A file's description of its tokens."""
 
     file: GGUFFile
     tokens: list[str]
@@ -72,10 +72,10 @@ def tokenizer_of(file: GGUFFile, cache: Path | None = None) -> GGUFTokenizer:
 
     Args:
         file: The file.
-        cache: A folder for what takes long to derive: the merges of vocabularies with scores.
+        cache: A folder for merges, which take long to derive from scores.
 
     Raises:
-        UnsupportedModel: The kind of tokenizer, or how it splits text, is not known here.
+        UnsupportedModel: The kind of tokenizer, or its way of splitting text, is unknown.
         ModelNotFound: The metadata is damaged.
     """
     metadata = file.metadata
@@ -115,7 +115,7 @@ def _vocabulary(file: GGUFFile) -> _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary, cache: Path | None) -> tuple[Tokenizer, bool]:
-    """Byte-level BPE, and whether it puts a beginning token first if the file does not say."""
+    """Byte-level BPE, and whether it adds a beginning token if the file does not say."""
     file, tokens = vocabulary.file, vocabulary.tokens
     pre = file.metadata.text("tokenizer.ggml.pre", "default")
     if pre == "default":
@@ -134,7 +134,7 @@ def _byte_level(vocabulary: _Vocabulary, cache: Path | None) -> tuple[Tokenizer,
 
 
 def _sentencepiece(vocabulary: _Vocabulary, cache: Path | None) -> tuple[Tokenizer, bool]:
-    """The BPE of SentencePiece: spaces are letters, and unknown letters fall back to bytes."""
+    """SentencePiece's BPE: spaces are letters, and unknown letters become bytes."""
     metadata = vocabulary.file.metadata
     gemma = vocabulary.file.architecture.startswith("gemma")
     tokens = [
@@ -166,11 +166,11 @@ def _sentencepiece(vocabulary: _Vocabulary, cache: Path | None) -> tuple[Tokeniz
 
 
 def _bpe(vocabulary: _Vocabulary, merges: Sequence[tuple[str, str]], **options: object) -> BPE:
-    """The model; one sentence if the merges do not belong to the vocabulary."""
+    """The BPE model; raises one sentence if the merges do not belong to the vocabulary."""
     ids = {token: number for number, token in enumerate(vocabulary.tokens)}
     try:
         return BPE(ids, merges, **options)
-    # tokenizers raises no narrower class
+    # tokenizers raises no more specific class
     except Exception as error:
         raise _unknown(vocabulary.file, f"damaged ({error})") from error
 
@@ -183,7 +183,7 @@ def _stored_merges(file: GGUFFile) -> list[tuple[str, str]]:
 def _kept_merges(
     vocabulary: _Vocabulary, *, by_position: bool, cache: Path | None
 ) -> list[tuple[str, str]]:
-    """The merges that scores imply, kept in a file since they take a second to derive."""
+    """The merges implied by scores, cached in a file since deriving them takes a second."""
     tokens, name = vocabulary.tokens, f"{vocabulary.file.identity()}-merges.npy"
     kept = None if cache is None else cache / name
     if kept is not None:
@@ -203,10 +203,10 @@ def _kept_merges(
 
 
 def _implied_merges(vocabulary: _Vocabulary, by_position: bool) -> Iterator[tuple[int, int]]:
-    """Pairs of tokens that make another token, best first.
+    """Pairs of tokens that form another token, best first.
 
-    SentencePiece merges the pair whose result scores highest. Gemma's files give tokens that the
-    user defined no scores, so there the position in the vocabulary is the order.
+    SentencePiece merges the pair whose result has the highest score. Gemma's files have no scores
+    for user-defined tokens, so the order there is that of the vocabulary.
     """
     metadata, tokens = vocabulary.file.metadata, vocabulary.tokens
     scores = metadata.numbers("tokenizer.ggml.scores", [0.0] * len(tokens))
@@ -225,8 +225,8 @@ def _implied_merges(vocabulary: _Vocabulary, by_position: bool) -> Iterator[tupl
 
 
 def _add_special(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Tokens that are found in text before anything is split."""
-    # Phi-3's special tokens take the spaces after them; a file cannot say so
+    """Add the tokens that are found in text before it is split."""
+    # Phi-3's special tokens include the spaces after them, which files cannot express
     strips = vocabulary.file.architecture == "phi3" and tokenizer.token_to_id("<|end|>") == 32007
     added = []
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
@@ -238,9 +238,9 @@ def _add_special(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_bos: bool) -> None:
-    """Beginning and end tokens around a text, where the file wants them."""
+    """Add beginning and end tokens around a text, where the file asks for them."""
     metadata, roles, tokens = vocabulary.file.metadata, vocabulary.roles, vocabulary.tokens
-    # early files of Gemma 4 deny it
+    # early files of Gemma 4 say no
     always = metadata.text("tokenizer.ggml.model") == "gemma4"
     bos = (always or metadata.flag("tokenizer.ggml.add_bos_token", adds_bos)) and "bos" in roles
     eos = metadata.flag("tokenizer.ggml.add_eos_token", False) and "eos" in roles

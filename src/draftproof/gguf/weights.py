@@ -1,4 +1,4 @@
-"""Tensors of a file in the order and with the values that Hugging Face's checkpoints have."""
+"""Tensors of a file, in the order and with the values of Hugging Face's checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def blocks_of(file: GGUFFile, stored: Stored) -> BlockTensor:
 
     Args:
         file: The file.
-        stored: Where the matrix is. Its numbers are not shifted.
+        stored: The location of the matrix. Its numbers are not shifted.
     """
     tensor = file.tensors[stored.name]
     if not stored.heads:
@@ -29,8 +29,8 @@ def numbers_of(file: GGUFFile, stored: Stored, dtype: torch.dtype = torch.float3
 
     Args:
         file: The file.
-        stored: Where the tensor is.
-        dtype: Of the result. Values are computed in float32 and rounded once.
+        stored: The location of the tensor.
+        dtype: The dtype of the result. Values are computed in float32 and rounded once.
     """
     tensor = file.tensors[stored.name]
     second = file.tensors[stored.joined] if stored.joined else None
@@ -43,7 +43,7 @@ def numbers_of(file: GGUFFile, stored: Stored, dtype: torch.dtype = torch.float3
                 f"{file.path} has another shape of {stored.name} than its metadata say; fetch it "
                 "again"
             ) from error
-    if second is not None:                              # outputs are the last but one axis
+    if second is not None:                              # outputs are the second-to-last axis
         return torch.cat([dequantize(tensor, dtype), dequantize(second, dtype)], -2)
     if len(tensor.shape) > 1 and not stored.shift:
         return dequantize(blocks_of(file, stored), dtype)
