@@ -1,1 +1,1 @@
-"""What is asked of an engine: prompts, sampling options, requests and their completions."""
+"""An engine's input and output: prompts, sampling options, requests and completions."""

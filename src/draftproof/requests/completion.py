@@ -1,4 +1,4 @@
-"""What a call may ask for, and what came of it."""
+"""The options of a call, and its results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Wanted = Sampling | Sequence[Sampling] | None
 class Options(TypedDict, total=False):
     """Keyword arguments of `Engine.generate`.
 
-    sampling: one for all or one per prompt; None takes the model's own generation defaults.
-    n: samples of each prompt; sample i is the same whatever `n` is. batch_size: rows at a time
+    sampling: one for all or one per prompt; None uses the model's own generation defaults.
+    n: samples per prompt; sample i is the same for every `n`. batch_size: rows at a time
     (default: all, up to 8).
     """
 
@@ -30,15 +30,14 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Completion:
-    """What came of one prompt, or of one sample of it.
+    """The result of one prompt, or of one sample of it.
 
-    tokens: the new tokens, an end token included. text: without special tokens and stop string.
+    tokens: the new tokens with the end token. text: without special tokens and stop string.
     finish_reason: "stop" (an end token or a stop string), "length", "abort" (by the caller), or
-        "error": there was no next token, and `error` says why; the text up to there is what it
-        would have been.
+        "error": there was no next token, and `error` says why; the text up to there is correct.
     logprobs: natural logarithms under the unprocessed model, one per token, or None.
-    top_logprobs: for each token, the likeliest in its place and their logprobs, or None.
-    prompt, sample: which of the prompts, which of its samples.
+    top_logprobs: for each token, the most likely ones in its place with logprobs, or None.
+    prompt, sample: the indices of the prompt and of its sample.
     """
 
     text: str
@@ -52,19 +51,19 @@ class Completion:
     top_logprobs: list[Likely] | None = None
 
     def checked(self) -> Completion:
-        """Itself; raises the error that ended it, if one did."""
+        """Return itself, or raise the error that ended it."""
         if self.error is not None:
             raise self.error
         return self
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first token, counted from 1, at which two texts differ; None if they are equal."""
+    """The first position, from 1, at which two texts differ; None if they are equal."""
     pairs = enumerate(zip_longest(ours, theirs), 1)
     return next((place for place, (a, b) in pairs if a != b), None)
 
 
 def check_count(name: str, value: int) -> None:
-    """Raise BadInput for what is no number of things."""
+    """Raise BadInput for a value that is not a count."""
     if not is_whole(value) or value < 1:
         raise BadInput(f"{name} was {value!r:.60}; it must be a whole number, at least 1")

@@ -1,7 +1,7 @@
-"""Options of other engines: what each is called here, and which of them nothing here does.
+"""Options of other engines: their names here, and those that are not supported.
 
-An option that would change a text, or what is reported of it, is honoured or refused: never
-dropped. Names that change nothing pass.
+An option that would change a text, or its report, is honoured or refused, never dropped. Options
+without such an effect are accepted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ HARMLESS = frozenset({
     "prediction", "priority", "cache_salt", "cache_prompt", "id_slot", "n_keep", "keep_alive",
     "use_cache", "speculative", "output_kind", "data_parallel_rank", "guided_decoding_backend",
     "timings_per_token", "return_progress", "continuous_usage_stats",
-    # of options that do nothing unless another one, which is refused, turns them on
+    # of options that have no effect without another one, which is refused
     "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
     "xtc_threshold", "dynatemp_exponent", "mirostat_tau", "mirostat_eta", "repeat_last_n",
     "smoothing_curve", "pad_token_id", "bos_token_id", "parallel_tool_calls",
@@ -126,7 +126,7 @@ _FALSE_COUNTS = frozenset((
 
 
 def is_neutral(name: str, value: Any) -> bool:
-    """Whether an option with this value asks for nothing: 0 is not false, nor 1 true."""
+    """Whether an option has no effect with this value; 0 is not false, nor 1 true."""
     if value is None or any(_same(value, neutral) for neutral in NO_OP_VALUES.get(name, ())):
         return True
     if value is False:
@@ -141,15 +141,15 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def refuse_unsupported(options: Mapping[str, Any]) -> None:
-    """Raise BadInput for an option that would change the answer and that nothing here does."""
+    """Raise BadInput for an option that would change the answer and is not supported."""
     for name, value in options.items():
         if name in _NAMES and not is_neutral(name, value):
             raise BadInput(f'"{name}" was asked for and is not honoured here; leave it out')
 
 
 def refuse_unknown(options: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise BadInput for a name that is neither known, nor an option of another engine that asks
-    for nothing (call `refuse_unsupported` first), nor harmless."""
+    """Raise BadInput for a name that is not known, not harmless, and not another engine's option
+    without effect (call `refuse_unsupported` first)."""
     for name in options:
         if not (name in known or name in OTHER_NAMES or name in HARMLESS or name in _NAMES):
             raise BadInput(f"Unrecognized request argument: {name:.99}")

@@ -1,4 +1,4 @@
-"""JSON that every reader understands alike."""
+"""Reads JSON, but only if all programs read it alike."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Never
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
-        text: In UTF-8, if it is bytes.
+        text: The text; bytes are UTF-8.
 
     Raises:
-        json.JSONDecodeError: It is not JSON, or is read differently by different programs: a key
-            twice in an object, NaN, a number or a nesting without end.
+        json.JSONDecodeError: It is not JSON, or programs read it differently: duplicate keys in an
+            object, NaN, or excessive digits or nesting.
     """
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)

@@ -1,8 +1,8 @@
-"""A row of a file of prompts: what it asks for, as draftproof, OpenAI, vLLM and others write it.
+"""Parses a row of a file of prompts in the formats of draftproof, OpenAI, vLLM and others.
 
-A row asks for its prompt and its sampling at the top level, or under "sampling", "sampling_params"
-or "body". Whatever changes the text and is not honoured is refused; a user's own fields (a
-reference answer, a category) are left alone.
+A row has its prompt and sampling options at the top level, or under "sampling", "sampling_params"
+or "body". Fields that change the text and cannot be honoured are refused; a user's own fields (a
+reference answer, a category) are ignored.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SWITCHES = ("n", "do_sample", "ignore_eos")
 
 
 class ParsedRow(NamedTuple):
-    """What one row asks for."""
+    """The parsed contents of a row."""
 
     prompt: Prompt
     sampling: Sampling
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """The object on a line, its "body" unfolded. Raises BadInput, in one sentence."""
+    """The object on a line, with its "body" unfolded. Raises BadInput, in one sentence."""
     try:
         row = read_json(text)
     except json.JSONDecodeError as error:
@@ -67,7 +67,7 @@ def row_ids(text: bytes) -> dict[str, Any]:
 
 
 def parse_row(text: bytes, base: Sampling, chat: bool) -> ParsedRow:
-    """What a row asks for in addition to what `base` says. Raises BadInput, in one sentence."""
+    """Parse a row, with `base` as defaults. Raises BadInput, in one sentence."""
     row = parse_json(text)
     refuse_unhonoured(row)
     if (n := row.get("n")) not in (None, 1):
@@ -84,8 +84,8 @@ def refuse_unhonoured(row: Mapping[str, Any]) -> None:
 
 
 def refuse_unrecognized(row: Mapping[str, Any], base: Sampling) -> None:
-    """Raise BadInput for any name that is not known: a file's row may have fields that are the
-    user's own, a request may not."""
+    """Raise BadInput for any unknown name: a file's row may have the user's own fields, but a
+    request may not."""
     refuse_unhonoured(row)
     refuse_unknown(row, (*_sampling_fields(base), *SWITCHES, "sampling", "sampling_params"))
 
@@ -116,7 +116,7 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
 
 
 def _with_system(messages: list[dict[str, Any]], system: object) -> list[dict[str, Any]]:
-    """Messages that begin with the row's own system message, if it has one."""
+    """Messages with the row's own system message, if any, in front."""
     if system is None:
         return messages
     if not isinstance(system, str) or messages[0]["role"] == "system":
@@ -125,7 +125,7 @@ def _with_system(messages: list[dict[str, Any]], system: object) -> list[dict[st
 
 
 def messages_of(value: object) -> list[dict[str, Any]]:
-    """Messages as templates read them: text joined, arguments of calls as objects."""
+    """Messages for templates: text is joined, and arguments of calls are objects."""
     messages: list[Any] = value if isinstance(value, list) else []
     roles = [isinstance(entry, dict) and isinstance(entry.get("role"), str) for entry in messages]
     if not roles or not all(roles):
@@ -145,7 +145,7 @@ def messages_of(value: object) -> list[dict[str, Any]]:
 
 
 def text_part(part: Any) -> str:
-    """The text of a part of a message; raises BadInput for an image, or what else it is."""
+    """The text of a part of a message; raises BadInput for images and all other kinds."""
     words = part.get("text") if isinstance(part, dict) else None
     if not isinstance(words, str) or part.get("type", "text") != "text":
         raise BadInput("a message has a part that is not text; only text is read here")
@@ -153,7 +153,7 @@ def text_part(part: Any) -> str:
 
 
 def tool_calls_of(calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as chat templates take them: the arguments as an object, not as its text."""
+    """Tool calls for chat templates, with arguments as an object instead of text."""
     try:
         read = []
         for call in calls:
@@ -167,10 +167,10 @@ def tool_calls_of(calls: Any) -> list[dict[str, Any]]:
 
 
 def sampling_of(base: Sampling, row: Mapping[str, Any]) -> Sampling:
-    """`base` with what the row asks for, under our names or those of another engine.
+    """`base` with the row's options, under our names or another engine's.
 
-    `stop_token_ids` are end tokens in addition to the model's own, and `ignore_eos` drops the
-    model's own alone, as in vLLM.
+    As in vLLM, `stop_token_ids` are end tokens in addition to the model's own, and `ignore_eos`
+    drops only the model's own.
     """
     kinds, nested = _sampling_fields(base), _nested(row)
     unsupported = {name for names in UNSUPPORTED.values() for name in names}
@@ -187,7 +187,7 @@ def sampling_of(base: Sampling, row: Mapping[str, Any]) -> Sampling:
         if ours in params and params[ours] != typed:
             raise BadInput(f'"{names[ours]}" and "{name}" are the same option; give one of them')
         params[ours], names[ours] = typed, name
-        if ours == "logprobs" and type(value) is int:       # so many of the likeliest
+        if ours == "logprobs" and type(value) is int:       # the number of most likely tokens
             params["top_logprobs"] = value
     sampling, drawn = replace(base, **params), options.get("do_sample")
     if options.get("ignore_eos") and sampling.stop_tokens is None:
@@ -198,12 +198,12 @@ def sampling_of(base: Sampling, row: Mapping[str, Any]) -> Sampling:
 
 
 def _sampling_fields(base: Sampling) -> dict[str, str]:
-    """The options of a sampling that JSON can hold, and the type of each."""
+    """The sampling options that JSON can hold, and their types."""
     return {field.name: str(field.type) for field in fields(base) if field.name not in NOT_DATA}
 
 
 def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling options that a row asks for outside its top level."""
+    """The sampling options that a row has below its top level."""
     options = dict[str, Any]()
     for name in ("sampling", "sampling_params", *(["parameters"] if "inputs" in row else [])):
         inner = row.get(name) or {}
@@ -214,7 +214,7 @@ def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(name: str, kind: str, value: Any) -> Any:
-    """A value as its option wants it: JSON has no token ids as keys, others write 8.0 or 1."""
+    """Convert a value to its option's type: JSON keys are not ids, and some write 8.0 or 1."""
     off, ours = OFF.get(name, (None, None))
     if off is not None and type(value) is int and value == off:
         return ours

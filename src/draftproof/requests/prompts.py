@@ -1,4 +1,4 @@
-"""Prompts as callers have them: text, token ids, chats, and what tokenizers return."""
+"""Prompts in callers' formats: text, token ids, chats, and the results of tokenizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompt = str | Sequence[int] | Messages | Tensor | Mapping[str, Any]
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """One prompt or many, as a list, each for `parse_prompt`. Raises BadInput for others."""
+    """Split one or many prompts into a list for `parse_prompt`. Raises BadInput for others."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
@@ -29,7 +29,7 @@ def split_prompts(prompts: Any) -> list[Any]:
 
 
 def parse_prompt(prompt: Any) -> str | list[int] | list[Any]:
-    """One prompt as text, token ids or a chat. Raises BadInput for anything else."""
+    """Convert a prompt to text, token ids or a chat. Raises BadInput for anything else."""
     if isinstance(prompt, str):
         return prompt
     parts = _rows(prompt) if isinstance(prompt, Mapping) else _list(prompt)
@@ -48,7 +48,7 @@ def parse_prompt(prompt: Any) -> str | list[int] | list[Any]:
 
 
 def without_padding(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """The text of each row of [B, S], padded on the left. Raises BadInput for other padding."""
+    """The tokens of each row of [B, S], padded on the left. Raises BadInput for other padding."""
     there = torch.ones_like(ids) if mask is None else mask.to(ids.device).long()
     if there.shape != ids.shape or bool((there[:, 1:] < there[:, :-1]).any()):
         raise BadInput(
@@ -60,7 +60,7 @@ def without_padding(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as lists."""
+    """Convert tensors and arrays to lists."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters in, checked; requests to run out. Reads no model."""
+"""Makes requests from prompts and sampling parameters, and checks them. Reads no model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEW_TOKENS = 128
 
 
 def note_copies(requests: Sequence[Request]) -> None:
-    """Say it if prompts repeat one another with one seed: one seed gives one text."""
+    """Note repeated prompts with the same seed, which give the same text."""
     drawn = [request for request in requests if request.sampling.temperature > 0]
     texts = {(tuple(request.prompt), request.sampling.seed) for request in drawn}
     if copies := len(drawn) - len(texts):
@@ -42,9 +42,9 @@ def note_copies(requests: Sequence[Request]) -> None:
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Refuses, before anything runs, what cannot be honoured exactly.
+    """Makes requests, and refuses those that cannot be honoured exactly before anything runs.
 
-    stop_tokens: end a text where its sampling parameters name none.
+    stop_tokens: end tokens for sampling parameters without any.
     """
 
     target: Target
@@ -57,7 +57,7 @@ class RequestReader:
         self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int | None,
         sampling: Sampling | Sequence[Sampling], n: int,
     ) -> list[Request]:  # fmt: skip
-        """A request of `n` samples for each prompt, checked."""
+        """Make and check a request of `n` samples for each prompt."""
         separate = self.split_prompts(prompts)
         wanted = [sampling] * len(separate) if isinstance(sampling, Sampling) else sampling
         sound = isinstance(wanted, Sequence) and all(isinstance(want, Sampling) for want in wanted)
@@ -80,7 +80,7 @@ class RequestReader:
         return requests
 
     def begun(self, prompt: Prompt) -> tuple[list[int], Any]:
-        """The tokens that the text begins with, checked, and what an encoder reads, if any."""
+        """The checked tokens at the beginning of the text, and the encoder's input, if any."""
         parsed = parse_prompt(prompt)
         if isinstance(parsed, str):
             tokens = self._codec("a prompt").encode(parsed) if parsed else []
@@ -94,7 +94,7 @@ class RequestReader:
         return tokens, None
 
     def tokens(self, prompt: Prompt) -> list[int]:
-        """Token ids of one prompt, checked."""
+        """The checked token ids of a prompt."""
         return RequestReader.begun(self, prompt)[0]
 
     def _codec(self, what: str) -> Codec:
@@ -106,7 +106,7 @@ class RequestReader:
         return self.codec
 
     def _limit(self, tokens: list[int], limit: int | None, sampling: Sampling) -> int:
-        """New tokens this row may have; the context bounds them."""
+        """The limit of new tokens for a row, bounded by the context."""
         name, limit = "max_new_tokens", sampling.max_new_tokens if limit is None else limit
         if limit is None and sampling.max_length is not None:
             name = f"max_length, less the {len(tokens)} tokens of the prompt,"
@@ -124,7 +124,7 @@ class RequestReader:
     def params(
         self, sampling: Sampling, prompt: Sequence[int], limit: int, source: Any = None
     ) -> SamplingParams:
-        """Resolve strings to tokens, make rules' processors, refuse what cannot be honoured."""
+        """Resolve strings to tokens, make rules' processors, and refuse unsupported options."""
         if sampling.stop:
             self._codec("a stop string")
         ends = self.stop_tokens if sampling.stop_tokens is None else tuple(sampling.stop_tokens)
@@ -155,7 +155,7 @@ class RequestReader:
             raise BadInput(f"{where} has token id {strange}; {self.target.name} knows 0 to {last}")
 
     def _must_be_pure(self, processor: LogitsProcessor) -> None:
-        """Ask twice, another question in between: a function of the prefix answers the same."""
+        """Check that a processor is a function of the prefix by repeating a call after another."""
         name = getattr(processor, "__name__", type(processor).__name__)
         vocab, device = self.target.vocab_size, self.target.device
         texts = [torch.arange(size, device=device)[None] % vocab for size in (3, 5)]

@@ -1,5 +1,5 @@
-"""A request of a scheduler: a prompt, the sequences that complete it, where it stands, and what
-steps bring."""
+"""A scheduler's request: a prompt, the sequences that complete it, its status, and its updates.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DraftTree = list[tuple[int, int, bool, str]]
 
 
 class Status(Enum):
-    """Where a request stands."""
+    """The status of a request."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -30,20 +30,20 @@ class Status(Enum):
 
 
 class Update(NamedTuple):
-    """What a step brought to one sequence of a request.
+    """The progress of one sequence of a request in a step.
 
     Attributes:
         request: The request.
-        sample: Which of its samples, from 0.
-        pieces: New text, each piece with the drafter of its token, or "" if it was not drafted. No
-            stop string takes anything of it back.
+        sample: The index of the sample, from 0.
+        pieces: New text, each piece with the drafter of its token, or "" if it was not drafted.
+            Stop strings never retract any of it.
         tokens: New token ids.
         logprobs: Their log-probabilities, if the request asks for them.
-        top_logprobs: The likeliest tokens in their places, if the request asks for them.
-        completion: The whole result, with the last update of a sequence; None before.
-        tree: What the round verified, if the request asks for draft trees.
-        seconds: Since the update before, or since the request arrived.
-        latency: Since the request arrived.
+        top_logprobs: The most likely tokens in their places, if the request asks for them.
+        completion: The whole result, in the last update of a sequence; None before.
+        tree: The tree that the round verified, if the request asks for draft trees.
+        seconds: The time since the previous update, or since the request arrived.
+        latency: The time since the request arrived.
     """
 
     request: Request
@@ -68,7 +68,7 @@ class Update(NamedTuple):
         return self.completion is not None
 
     def complete(self) -> Update:
-        """The last update of a sequence with everything that came before it."""
+        """The last update of a sequence with the contents of all earlier ones."""
         done = self.completion
         assert done is not None
         return self._replace(pieces=[(done.text, "")], tokens=done.tokens,
@@ -81,13 +81,13 @@ class Request:
 
     Attributes:
         sequences: One per sample.
-        id: A name that `abort` takes.
-        index: The place of the prompt among those of its call.
+        id: Its name for `abort`.
+        index: The index of the prompt in its call.
         on_update: Called with every update, in the thread that runs `step`.
-        draft_trees: Whether updates show what was drafted.
-        priority: Of those that wait, lower ones join first; equals in the order of arrival.
-        status: Where it stands.
-        arrival: When it was made, by `time.perf_counter`.
+        draft_trees: Whether updates contain draft trees.
+        priority: Waiting requests join in ascending order, and equal ones in order of arrival.
+        status: Its status.
+        arrival: The time when it was made, by `time.perf_counter`.
     """
 
     sequences: list[SequenceState]
@@ -101,7 +101,7 @@ class Request:
 
     @property
     def rows(self) -> list[SequenceState]:
-        """The sequences, by the attribute's former name."""
+        """The sequences, under the attribute's former name."""
         return self.sequences
 
     @property
@@ -111,7 +111,7 @@ class Request:
 
     @property
     def owner(self) -> int:
-        """Whose texts it may learn from, and teaches."""
+        """The owner, whose texts drafts may use and to whom this text is added."""
         return self.sequences[0].owner
 
     @owner.setter
@@ -126,16 +126,16 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """The most tokens that its prompt and one of its texts have together."""
+        """The largest total length of its prompt and one of its texts."""
         return len(self.prompt) + self.sequences[0].limit
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the request is over."""
         return self.status in (Status.FINISHED, Status.ABORTED)
 
     def completion(self, sequence: SequenceState) -> Completion:
-        """What came of a sequence that has ended.
+        """The result of a sequence that has ended.
 
         Args:
             sequence: One of its sequences.

@@ -1,4 +1,4 @@
-"""One running row on the host: its tokens, its text, and when it ends. Knows nothing of trees."""
+"""One running row on the host: its tokens, text and end. Knows nothing of trees."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from draftproof.tokenizer.codec import TextStream
 
 @dataclass
 class SequenceState:
-    """A row: `prompt` tokens, sampling parameters, at most `limit` new tokens.
+    """A row: `prompt` tokens, sampling parameters, and at most `limit` new tokens.
 
-    source: what the encoder of an encoder-decoder reads of it. owner: whose text it is; what it
-    teaches (drafts, known beginnings) serves rows of the same owner alone; 0 is everybody. began:
-    the clock when it began.
-    reported: tokens that updates have told; reported_at: when the last did, 0 before the first.
-    stop_string: the one that ended the text, if one did.
-    Tokens are taken one at a time: where the text ends does not depend on how many came in a round.
+    source: the encoder's input in an encoder-decoder. owner: the owner of the text, from which
+    only rows of the same owner may profit (drafts, known beginnings); 0 is everybody. began: the
+    time when it began.
+    reported: the number of tokens in updates; reported_at: the time of the last one, 0 before any.
+    stop_string: the one that ended the text, if any.
+    Tokens are taken one at a time: the end of the text does not depend on the tokens of a round.
     """
 
     prompt: Sequence[int]
@@ -46,14 +46,14 @@ class SequenceState:
     is_reported: bool = False
     stop_string: str | None = None
     _pieces: list[tuple[str, str]] = field(default_factory=list)
-    # may begin a stop string; special tokens, which are not shown, among them: the last says so
+    # text that may begin a stop string; the last field marks special tokens, which are not shown
     _held: list[tuple[str, str, bool]] = field(default_factory=list)
 
     def extend(
         self, tokens: Sequence[int], logprobs: Sequence[float] | None, by: Sequence[str],
         top: Sequence[Likely] | None = None,
     ) -> int:  # fmt: skip
-        """Take new tokens, the first ones drafted `by` these, until the text ends; how many."""
+        """Take new tokens, the first drafted `by` these, until the text ends; return how many."""
         sampling, stops = self.params.sampling, self.params.stop_tokens
         push = self.detokenizer.push if self.detokenizer is not None else None
         for index, token in enumerate(tokens):
@@ -82,32 +82,32 @@ class SequenceState:
         return len(tokens)
 
     def fail(self, error: DraftproofError) -> None:
-        """End here, with everything written so far: there is no next token."""
+        """End the text here with an error, since there is no next token."""
         self._end("error")
         self.error = error
 
     def abort(self) -> None:
-        """End here, with everything written so far: nobody wants more."""
+        """End the text here at the caller's request."""
         if self.finish_reason is None:
             self._end("abort")
 
     def checked(self) -> None:
-        """Raise the error that ended it, if one did."""
+        """Raise the error that ended it, if any."""
         if self.error is not None:
             raise self.error
 
     def pieces(self) -> list[tuple[str, str]]:
-        """Text that is certain and was not handed out yet, by piece, and who drafted it, or ""."""
+        """Return new final text in pieces, each with its drafter or ""."""
         out, self._pieces = self._pieces, []
         return out
 
     def _is_enough(self) -> bool:
-        """Whether one of the user's functions says that the text ends here."""
+        """Whether one of the user's functions ends the text here."""
         text = torch.tensor([[*self.prompt, *self.tokens]])
         return any(stops(text) for stops in self.params.sampling.stop_when)
 
     def _hold(self, piece: str, who: str, special: bool = False) -> None:
-        """End the text at the earliest stop string; hand out what cannot begin one."""
+        """End the text at the earliest stop string; release text that cannot begin one."""
         stops = stop_strings(tuple(self.params.sampling.stop))
         self._held.append((piece, who, special))
         held = "".join(text for text, _, _ in self._held)
@@ -122,7 +122,7 @@ class SequenceState:
             self._release(len(held) - stops.overlap(held))
 
     def _release(self, count: int) -> None:
-        """Move the first `count` held characters to the text, but for those of special tokens."""
+        """Move the first `count` held characters to the text, except those of special tokens."""
         while count > 0:
             piece, who, special = self._held.pop(0)
             if len(piece) > count:

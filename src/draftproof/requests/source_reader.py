@@ -1,8 +1,8 @@
-"""Requests of encoder–decoders: a prompt is what the encoder reads, and the text begins again.
+"""Requests of encoder–decoders: the prompt is the encoder's input, and the text starts afresh.
 
-A prompt is text, token ids, a chat, or what a tokenizer or processor returns: the encoder's inputs
-by name (`input_features`, ...) or its output (`encoder_outputs`), and `decoder_input_ids` for what
-the text begins with.
+A prompt is text, token ids, a chat, or the result of a tokenizer or processor: the encoder's inputs
+by name (`input_features`, ...) or its output (`encoder_outputs`), and `decoder_input_ids` for the
+beginning of the text.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 class SourceReader(RequestReader):
-    """Refuses, before anything runs, what cannot be honoured exactly."""
+    """Makes requests, and refuses those that cannot be honoured exactly before anything runs."""
 
     @staticmethod
     def split_prompts(prompts: Any) -> list[Any]:
-        """One prompt or many, as a list."""
+        """Split one or many prompts into a list."""
         many = [prompts] if isinstance(prompts, Mapping) else prompts
         if not isinstance(many, (list, tuple)) or not many or not all(map(_is_inputs, many)):
             return split_prompts(prompts)
         return [row for prompt in many for row in _rows(prompt)]
 
     def begun(self, prompt: Prompt) -> tuple[list[int], Source]:
-        """The tokens that the text begins with, and what the encoder reads."""
+        """The tokens at the beginning of the text, and the encoder's input."""
         target = cast(EncoderDecoder, self.target)
         values = cast(Any, prompt) if _is_inputs(prompt) else {"input_ids": self.tokens(prompt)}
         inputs = dict(values)
@@ -56,7 +56,7 @@ class SourceReader(RequestReader):
         known = None
         if output is not None:
             read = inspect.signature(target.model.get_decoder().forward).parameters
-            masked = "encoder_attention_mask" in read           # Whisper's sees all, come what may
+            masked = "encoder_attention_mask" in read           # Whisper's encoder ignores masks
             known = target.encoder, _present(output, mask, "encoder_outputs", masked)
         if (ids := values.pop("input_ids", None)) is not None:
             ids = torch.as_tensor(ids).view(1, -1)
@@ -81,7 +81,7 @@ class SourceReader(RequestReader):
 
 
 def _is_inputs(value: object) -> bool:
-    """Whether something is what a processor returns, and not a message of a chat."""
+    """Whether a value is the result of a processor, and not a message of a chat."""
     return isinstance(value, Mapping) and "role" not in value and not set(value) <= OF_TEXT
 
 
@@ -108,7 +108,7 @@ def _rows(inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def _present(tensor: Tensor, mask: Tensor | None, name: str, strict: bool = True) -> Tensor:
-    """[1, s, ...] what a mask leaves of [1, S, ...]."""
+    """Select the part [1, s, ...] of [1, S, ...] inside a mask."""
     if mask is None or bool(mask.bool().all()):
         return tensor
     if tensor.shape[1] == mask.shape[1]:
@@ -122,7 +122,7 @@ def _present(tensor: Tensor, mask: Tensor | None, name: str, strict: bool = True
 
 
 def _start(target: EncoderDecoder, source: Source) -> list[int]:
-    """What a text begins with if nobody says, as transformers' generate begins it."""
+    """The default beginning of a text, as in transformers' generate."""
     model: Any = target.model
     config = copy.copy(model.generation_config)
     if getattr(config, "return_timestamps", False):

@@ -1,4 +1,4 @@
-"""What happened and how long it took, seen from outside the algorithm."""
+"""Counts and times of rounds, independent of the algorithm."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PARTS = ("prefill", "draft", "verify", "decide")
 
 @dataclass
 class RoundStats:
-    """Counts over rounds. Prefill is not a round; the token it yields is not counted here.
+    """Counts over rounds. Prefill is not a round, and its token is not counted.
 
-    rounds: target forwards that verified. emitted: tokens they gave, after stop rules cut them.
-    drafted: draft tokens verified. accepted: of them emitted.
-    by_width: rounds by nodes drafted, absent ones included; 0 are the plain rounds.
-    tried_at, accepted_at: by position in the draft: rounds in which all before it was accepted, and
-        in which it was, too.
+    rounds: target forwards that verified drafts. emitted: their tokens, after stop rules.
+    drafted: verified draft tokens. accepted: emitted draft tokens.
+    by_width: rounds by the number of drafted nodes with absent ones; plain rounds are under 0.
+    tried_at, accepted_at: by position in the draft, rounds in which all positions before it were
+        accepted, and rounds in which it was accepted, too.
     distance: total variation from the target's distribution, summed over emitted tokens; None under
         an exact rule.
     seconds: wall time while the row ran, by `PARTS`.
@@ -39,37 +39,37 @@ class RoundStats:
 
     @property
     def tokens_per_round(self) -> float:
-        """Emitted tokens per target forward, the last round included; 0 before the first."""
+        """Emitted tokens per target forward, including the last round; 0 before the first."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance(self) -> float:
-        """Share of the draft positions reached that were accepted (2211.17192)."""
+        """The share of reached draft positions that were accepted (2211.17192)."""
         tried = sum(self.tried_at)
         return sum(self.accepted_at) / tried if tried else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Acceptance rate at each position of the draft, given that all before it were accepted."""
+        """The acceptance rate at each position of the draft if all before it were accepted."""
         pairs = zip(self.accepted_at, self.tried_at, strict=True)
         return [hits / tries for hits, tries in pairs if tries]
 
     @property
     def plain_share(self) -> float:
-        """Share of the rounds in which nothing was drafted."""
+        """The share of rounds without a draft."""
         return self.by_width.get(0, 0) / self.rounds if self.rounds else 0.0
 
     @property
     def distance_per_token(self) -> float | None:
-        """Mean total variation between the target's distribution and that of a token; or None."""
+        """The mean total variation per token from the target's distribution, or None."""
         return None if self.distance is None else self.distance / max(1, self.emitted)
 
     def record(
         self, width: int, drafted: int, reach: int, accepted: int, emitted: int,
         distance: float | None = None,
     ) -> None:  # fmt: skip
-        """Add one round of a tree `width` nodes wide: `drafted` nodes up to depth `reach`, of which
-        `accepted` were accepted; `emitted` tokens survived the stop rules."""
+        """Add a round of a tree of width `width`: `drafted` nodes up to depth `reach`, `accepted`
+        accepted nodes, and `emitted` tokens after the stop rules."""
         self.rounds += 1
         self.emitted += emitted
         self.drafted += drafted
@@ -85,7 +85,7 @@ class RoundStats:
             self.accepted_at[position] += position < accepted
 
     def add(self, other: RoundStats) -> None:
-        """Sum counts and seconds of another run."""
+        """Add the counts and seconds of another run."""
         self.rounds += other.rounds
         self.emitted += other.emitted
         self.drafted += other.drafted
@@ -101,10 +101,10 @@ class RoundStats:
 
 
 class State(NamedTuple):
-    """What a round will meet, for a budget to choose by.
+    """The situation before a round, from which a budget chooses.
 
-    rows: that run. context: tokens of the longest. remaining: tokens that a row may still write, on
-    average. unread: committed tokens of all rows that the drafter must read before it can draft.
+    rows: the running rows. context: tokens of the longest. remaining: the average number of tokens
+    that a row may still write. unread: committed tokens of all rows that the drafter has not read.
     """
 
     rows: int
@@ -114,11 +114,11 @@ class State(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What came of a round.
+    """The result of a round.
 
-    size: nodes per row, as chosen. accepted: numbers of the accepted nodes, of all rows together; a
-    smaller draft would have been the first nodes of this one. emitted: tokens of all rows.
-    seconds: of all of it; 0 if that tells nothing. chain: no row drafted a tree.
+    size: the chosen nodes per row. accepted: indices of the accepted nodes of all rows; a smaller
+    draft would have been the first nodes of this one. emitted: tokens of all rows. seconds: time of
+    the whole round; 0 if it is not meaningful. chain: whether no row drafted a tree.
     """
 
     size: int
@@ -130,7 +130,7 @@ class Round(NamedTuple):
 
 
 class Clock:
-    """Wall seconds by part. A part inside another counts once, as the inner one. total: of all."""
+    """Wall seconds by part. Time in nested parts counts only for the inner one. total: the sum."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -138,7 +138,7 @@ class Clock:
         self.verify, self.decide = Part(self), Part(self)
 
     def add_round(self, draft: float, verify: float, whole: float) -> None:
-        """Count the seconds of a round; what is neither is `decide`."""
+        """Count the seconds of a round; the remaining time counts as `decide`."""
         self.draft.seconds += draft
         self.verify.seconds += verify
         self.decide.seconds += whole - draft - verify
@@ -147,12 +147,12 @@ class Clock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By name, as in `RoundStats`."""
+        """The seconds by name, as in `RoundStats`."""
         return {name: getattr(self, name).seconds for name in PARTS}
 
 
 class Part:
-    """Counts the blocks it is around. seconds: less those of parts inside. took: the last block."""
+    """Times its blocks. seconds: without nested parts. took: seconds of the last block."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.seconds, self.took, self.start, self.before = clock, 0.0, 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Stop strings: where the first one begins in a text, and how much of its end may begin one."""
+"""Finds the first stop string in a text, and how much of the text's end may begin one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import lru_cache
 
 
 class StopStrings:
-    """Stop strings, sorted: each question takes a binary search per character of the text.
+    """Sorted stop strings; each lookup takes a binary search per character of the text.
 
-    A string that begins with another one is left out, as the shorter one ends the text first and at
-    the same place. No string is then a prefix of another, so at most one of them matches at each
-    place: the last one that does not sort after the text from there on.
+    A string that begins with another one is left out, since the shorter one ends the text first, at
+    the same place. Then no string is a prefix of another, so at most one matches at each place: the
+    last one that does not sort after the rest of the text.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -23,13 +23,13 @@ class StopStrings:
         self._longest = max(map(len, self._strings), default=0)
 
     def find(self, text: str) -> int | None:
-        """Where the earliest stop string in the text begins.
+        """Find the earliest stop string in a text.
 
         Args:
             text: The text to search.
 
         Returns:
-            The index of its first character, or None where there is none.
+            The index of its first character, or None if there is none.
         """
         for start in range(len(text)):
             tail = text[start : start + self._longest]
@@ -39,7 +39,7 @@ class StopStrings:
         return None
 
     def overlap(self, text: str) -> int:
-        """How many of the last characters of a text without stop strings could begin one."""
+        """How many characters at the end of a text without stop strings could begin one."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             tail = text[-size:]
             place = bisect_left(self._strings, tail)
@@ -50,5 +50,5 @@ class StopStrings:
 
 @lru_cache(maxsize=64)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """The stop strings of a request: its samples share them."""
+    """The stop strings of a request, which its samples share."""
     return StopStrings(strings)
