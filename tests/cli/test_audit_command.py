@@ -35,7 +35,7 @@ class Server(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server(served: Path) -> Iterator[Server]:
-    """A right completions server; what is in `sins` makes it wrong."""
+    """A right completions server; what is in `sins` makes it wrong, or right in another way."""
     model = transformers.LlamaForCausalLM.from_pretrained(served).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(served)
     sins: set[str] = set()
@@ -48,7 +48,9 @@ def server(served: Path) -> Iterator[Server]:
         def do_POST(self) -> None:
             ask = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             code = 404 if ask["model"] != "tiny" else 200
-            output = {"choices": self.choices(ask)} if code == 200 else {"error": "no such model"}
+            if "unknown options refused" in sins and {"top_k", "min_p"} & ask.keys():
+                code = 400
+            output = {"choices": self.choices(ask)} if code == 200 else {"error": "refused"}
             answer = json.dumps(output).encode()
             self.send_response(code)
             self.end_headers()
@@ -62,6 +64,13 @@ def server(served: Path) -> Iterator[Server]:
                 text: list[int] = []
                 while len(text) < ask["max_tokens"] and 0 not in text:
                     probs = row((*ask["prompt"], *text), temperature)
+                    if "truncates by default" in sins:
+                        least = ask.get("min_p", 0.05) * probs.max()
+                        most = 3 if ask.get("top_k", 3) == 3 else len(probs)
+                        likely = np.argsort(probs)[::-1][:most]
+                        kept = np.where(probs >= least, probs, 0)
+                        probs = np.zeros_like(probs)
+                        probs[likely] = kept[likely]
                     text.append(int(dice.choice(len(probs), p=probs / probs.sum())))
                 strings = [tokenizer.decode([token]) for token in text]
                 scores = None if "no logprobs" in sins else {"tokens": strings}
@@ -78,7 +87,10 @@ def server(served: Path) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    ("sin", "code"), [("", 0), ("constant seed", 1), ("temperature ignored", 1)]
+    ("sin", "code"), [
+        ("", 0), ("constant seed", 1), ("temperature ignored", 1),
+        ("truncates by default", 0), ("unknown options refused", 0),
+    ]
 )
 def test_a_server(
     server: Server, served: Path, call: Call, tmp_path: Path, sin: str, code: int

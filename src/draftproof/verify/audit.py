@@ -306,6 +306,8 @@ class Endpoint:
         self.body = {"model": model, "max_tokens": length, "temperature": want.temperature,
                      "top_p": want.top_p, "logprobs": 1}
         self.body |= {"top_k": want.top_k} if want.top_k else {}
+        self.body |= {"min_p": want.min_p} if want.min_p else {}
+        self.asked_defaults = False
 
     def merged(self, distribution: Distribution) -> Distribution:
         """`distribution` with the ids of one string put together."""
@@ -319,6 +321,9 @@ class Endpoint:
 
     def __call__(self, prompt: list[int], n: int, seed: int) -> list[list[int]]:
         """`n` texts, in as many requests as the server needs, each with its own seed."""
+        if not self.asked_defaults:
+            self.asked_defaults = True
+            self.body |= self._neutral(prompt)
         texts: list[list[int]] = []
         while len(texts) < n:
             options = {
@@ -337,6 +342,18 @@ class Endpoint:
                 raise BadInput(f"{self.url} gave no choices; is it a completions server?")
             texts += [self._tokens(choice) for choice in choices][: n - len(texts)]
         return texts
+
+    def _neutral(self, prompt: list[int]) -> dict[str, object]:
+        """What turns off the server's own defaults, if it takes that: llama.cpp's server samples
+        from 40 tokens unless told otherwise, and would seem biased."""
+        neutral = {"top_k": -1, "min_p": 0.0} | self.body
+        try:
+            self._post({**neutral, "prompt": prompt, "max_tokens": 1, "n": 1, "seed": 0})
+        except BadInput as error:
+            if getattr(error.__cause__, "code", None) in (400, 422):
+                return {}                       # it knows no such options
+            raise
+        return neutral
 
     def _post(self, body: dict[str, object]) -> Any:
         header = {"Content-Type": "application/json"}
