@@ -1,1 +1,1 @@
-"""Text to token ids and back, without transformers where that is possible."""
+"""Converts text to token ids and back, without transformers where possible."""

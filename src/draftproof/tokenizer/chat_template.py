@@ -1,7 +1,7 @@
-"""Chat templates rendered with jinja2 as transformers renders them, without importing it.
+"""Renders chat templates with jinja2 as transformers does, without importing it.
 
-Templates come from the hub and are not trusted: they run in an immutable sandbox and see plain
-JSON data alone (transformers/utils/chat_template_utils.py).
+Templates come from the hub and are not trusted: they run in an immutable sandbox and see only
+plain JSON data (transformers/utils/chat_template_utils.py).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def render(
 
     Args:
         template: The chat template.
-        messages: The conversation; what is None in a message is left out.
+        messages: The conversation; fields of messages that are None are left out.
         tools: JSON schemas of functions, or None.
-        values: What else the template sees: special tokens, add_generation_prompt, ...
+        values: Further variables of the template: special tokens, add_generation_prompt, ...
 
     Raises:
-        jinja2.TemplateError: And whatever else a template raises: it is a program.
+        jinja2.TemplateError: Or any other error, since a template is a program.
     """
     if not messages:
         raise ValueError("the conversation is empty; give at least one message")
@@ -55,7 +55,7 @@ def _message(message: Mapping[str, object]) -> dict[str, object]:
 
 
 def _plain(value: Any) -> Any:
-    """Made again of JSON's types; anything else is a placeholder that names its type."""
+    """Copy a value with JSON's types alone; other types become placeholders with their name."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):
@@ -71,7 +71,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %}, which marks what the assistant wrote and renders as its body."""
+    """The tag {% generation %}, which marks the assistant's text and renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -96,7 +96,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace that stores no underscored names, which reach Python's internals."""
+    """A namespace that stores no names with underscores, which could reach Python's internals."""
 
     def __init__(*args: Any, **values: object) -> None:
         self, rest = args[0], args[1:]

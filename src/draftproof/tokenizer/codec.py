@@ -1,4 +1,4 @@
-"""Between text and tokens: encoding, chat templates, and text from tokens one at a time. Knows
+"""Converts between text and tokens: encoding, chat templates, and text from single tokens. Knows
 tokenizers."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Messages = Sequence[Mapping[str, object]]
 
 
 class Codec:
-    """A tokenizer as the engine sees it."""
+    """A tokenizer with the interface that the engine needs."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
         self.tokenizer = tokenizer
@@ -43,7 +43,7 @@ class Codec:
         return TokenBytes(self.tokenizer)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokenizer's special tokens unless told otherwise."""
+        """Token ids of `text`, with the tokenizer's special tokens unless `special` is false."""
         if any("\ud800" <= letter <= "\udfff" for letter in text):
             raise BadInput(
                 f"{text!r:.40} has half of a surrogate pair, a cut emoji perhaps; give whole "
@@ -58,9 +58,9 @@ class Codec:
         """Token ids of a chat in the model's own template, ready for the assistant's answer.
 
         Args:
-            messages: The chat, as OpenAI's clients write it.
-            tools: Functions the model may call, as OpenAI's clients describe them.
-            options: What else the template is to read: `enable_thinking`, `documents`.
+            messages: The chat, in OpenAI's format.
+            tools: Functions that the model may call, in OpenAI's format.
+            options: Further options of the template, such as `enable_thinking` and `documents`.
 
         Raises:
             BadInput: If there is no template, or it refuses these messages, or never reads one of
@@ -72,16 +72,16 @@ class Codec:
         self, messages: Messages, tools: Sequence[object] | None = None,
         options: Mapping[str, object] | None = None, answer: bool = True,
     ) -> str:  # fmt: skip
-        """A chat as the template writes it, as `encode_chat` reads it.
+        """The text of a chat in the template, which `encode_chat` encodes.
 
-        answer: whether to end with what begins the assistant's answer."""
+        answer: whether to end with the beginning of the assistant's answer."""
         self._refuse_unread(tools, options or {})
         try:
             return str(self.tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=answer,
                 **(options or {}),
             ))
-        # templates are programs: they raise anything
+        # templates are programs, with errors of any class
         except Exception as error:
             why = f"the chat template of {self.name} refuses these messages: {error}"
             if not self.tokenizer.chat_template:
@@ -89,7 +89,7 @@ class Codec:
             raise BadInput(why) from error
 
     def _refuse_unread(self, tools: Sequence[object] | None, options: Mapping[str, object]) -> None:
-        """Raise BadInput for an option that the template never reads: it would change nothing."""
+        """Raise BadInput for an option that the template never reads."""
         if not options or not self.tokenizer.chat_template:
             return
         template = str(self.tokenizer.get_chat_template(None, list(tools) if tools else None))
@@ -107,11 +107,11 @@ class Codec:
         return TextStream(self.tokenizer, prompt, self.special_tokens)
 
     def marked_stream(self, prompt: Sequence[int], shown: Mapping[int, str]) -> TextStream:
-        """A stream of the text after `prompt` with the names of some special tokens in it."""
+        """A stream of the text after `prompt` that shows the names of some special tokens."""
         return TextStream(self.tokenizer, prompt, self.special_tokens, shown)
 
     def same_ids(self, other: Codec) -> bool:
-        """Whether every token both know has the same id in both."""
+        """Whether all tokens in both vocabularies have the same ids."""
         mine, theirs = self.tokenizer.get_vocab(), other.tokenizer.get_vocab()
         shared = mine.keys() & theirs.keys()
         smaller = min(len(mine), len(theirs))
@@ -120,11 +120,11 @@ class Codec:
 
 
 class TextStream:
-    """Turns new tokens into text as they come; special tokens are skipped, as in
+    """Converts new tokens to text one at a time; special tokens are skipped, as in
     ``tokenizer.decode``.
 
-    A prompt may end inside a character: its last tokens are pending then, and only what the new
-    tokens add to their text is said.
+    A prompt may end inside a character: then its last tokens are pending, and only the text that
+    new tokens add to them is returned.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class TextStream:
         special: Mapping[int, str] | None = None, shown: Mapping[int, str] | None = None,
     ) -> None:  # fmt: skip
         self._tokenizer, self._special, self._shown = tokenizer, special or {}, shown or {}
-        # decides about the first space, and is not said again
+        # decides about the first space, and is not returned
         self._before, pending = self._context(prompt)
-        self._pending: list[int] = []                        # tokens whose text was not said yet
+        self._pending: list[int] = []                        # tokens whose text is pending
         self._backend = getattr(tokenizer, "_tokenizer", None) if tokenizer.is_fast else None
         self._stream = DecodeStream(self._before, skip_special_tokens=True)
-        self._prompt_text = ""              # of the prompt's pending tokens, until they were said
+        self._prompt_text = ""              # text of the prompt's pending tokens
         for token in pending:
             self.push(token)
         if self._pending:
@@ -145,7 +145,7 @@ class TextStream:
             self._prompt_text = whole[len(self._decoded(self._before)) :]
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is incomplete."""
+        """Return the text that `token` completes; empty while a character is incomplete."""
         if token in self._shown:
             piece = self.finish() + self._shown[token]
             self._before, self._stream = [], DecodeStream(skip_special_tokens=True)
@@ -156,7 +156,7 @@ class TextStream:
         else:
             try:
                 piece = self._stream.step(self._backend, token) or ""
-            # a stray byte unmakes the character before it, whose text was returned
+            # a stray byte breaks the previous character, whose text was returned
             except Exception:
                 piece = self._restarted()
         if piece:
@@ -168,13 +168,13 @@ class TextStream:
         return self._special.get(token, "")
 
     def finish(self) -> str:
-        """What is left when no token follows: an incomplete character shows as the replacement
+        """The remaining text after the last token; an incomplete character becomes the replacement
         character."""
         pending, self._pending = self._pending, []
         return self._without_prompt_text(self._decoded(pending))
 
     def _without_prompt_text(self, piece: str) -> str:
-        """A piece without what the prompt had of it."""
+        """A piece without the part that belongs to the prompt."""
         if piece and self._prompt_text:
             pairs = zip(piece, self._prompt_text, strict=False)
             piece = piece[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
@@ -193,8 +193,8 @@ class TextStream:
         return "" if text.endswith("\ufffd") else text
 
     def _context(self, prompt: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The last tokens of the prompt, from the start of a character to the end of one (bytes
-        that are cut spoil all that follow), and those after that end."""
+        """The last tokens of the prompt that form whole characters (cut bytes would spoil all that
+        follows), and the tokens after them."""
         for size in range(_CONTEXT, _CONTEXT + 4):
             context = list(prompt[-size:])
             for end in range(len(context), max(0, len(context) - _PART_TOKENS - 1), -1):

@@ -1,8 +1,8 @@
-"""A tokenizer that starts without transformers: what decoding needs of one, and the rest on demand.
+"""A tokenizer that starts without transformers, which it loads only on demand.
 
-Importing transformers takes as long as reading a small model. Encoding and decoding plain text need
-only the package tokenizers; chat templates, training and anything else go to the tokenizer of
-transformers that is made from the same parts when it is first asked for.
+Importing transformers takes as long as reading a small model. Encoding and decoding plain text
+needs only the package tokenizers; chat templates, training and everything else use the transformers
+tokenizer, which is made from the same parts on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CACHE_SWITCH = "DRAFTPROOF_CACHE"
 
 
 class Encoded(dict[str, Any]):
-    """What a call returns, with its keys as attributes too."""
+    """The result of a call, whose keys are also attributes."""
 
     @property
     def input_ids(self) -> list[int]:
@@ -35,21 +35,21 @@ class Encoded(dict[str, Any]):
 
 
 class FastTokenizer:
-    """Stands where a tokenizer of transformers is expected.
+    """Takes the place of a transformers tokenizer.
 
     Args:
         source: The tokenizer and its special tokens.
         name: The file or folder it was read from.
 
     Attributes:
-        transformers: The tokenizer of transformers with the same ids, made when it is first used.
+        transformers: The transformers tokenizer with the same ids, made on first use.
     """
 
     is_fast = True
 
     def __init__(self, source: GGUFTokenizer, name: str) -> None:
         self.backend_tokenizer: Tokenizer = source.tokenizer
-        self._tokenizer = source.tokenizer              # as transformers calls it
+        self._tokenizer = source.tokenizer              # transformers' name for it
         self.name_or_path, self._roles = name, source.roles
         templates = source.chat_templates
         self.chat_template = templates if len(templates) > 1 else templates.get("default")
@@ -62,7 +62,7 @@ class FastTokenizer:
         )
 
     def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> Any:
-        """Encode a text; with further options as transformers does."""
+        """Encode a text; further options are passed to transformers."""
         if options or not isinstance(text, str):
             return self.transformers(text, add_special_tokens=add_special_tokens, **options)
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -77,7 +77,7 @@ class FastTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token with its id."""
+        """The ids of all tokens."""
         return dict(self._tokenizer.get_vocab())
 
     def get_added_vocab(self) -> dict[str, int]:
@@ -89,7 +89,7 @@ class FastTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Control tokens, which are left out of decoded text."""
+        """The control tokens, which are left out of decoded text."""
         return [number for number, token in self.added_tokens_decoder.items() if token.special]
 
     @property
@@ -99,13 +99,13 @@ class FastTokenizer:
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token before a text, if there is one."""
+        """The token at the beginning of a text, if any."""
         return self._roles.get("bos")
 
     def get_chat_template(
         self, chat_template: str | None = None, tools: Sequence[object] | None = None
     ) -> str:
-        """The template that a conversation is rendered with; raises ValueError without one."""
+        """The template for conversations; raises ValueError if there is none."""
         known = self.chat_template
         if not isinstance(known, dict):
             template = known if chat_template is None else chat_template
@@ -122,7 +122,7 @@ class FastTokenizer:
         self, conversation: Sequence[Any], tools: Sequence[Any] | None = None,
         tokenize: bool = True, add_generation_prompt: bool = False, **options: Any,
     ) -> Any:  # fmt: skip
-        """A conversation as text; as tokens, or with functions for tools, as transformers does."""
+        """Render a conversation as text; transformers does it for tokens, or functions as tools."""
         if tokenize or any(not isinstance(tool, dict) for tool in tools or ()):
             return self.transformers.apply_chat_template(
                 conversation, tools=tools, tokenize=tokenize,
@@ -139,7 +139,7 @@ class FastTokenizer:
     def transformers(self) -> Any:
         from transformers import PreTrainedTokenizerFast
 
-        # a copy: transformers sets truncation and padding on what it is given
+        # a copy, since transformers sets truncation and padding on it
         full: Any = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer.from_str(self._tokenizer.to_str()),
             **self.special_tokens_map,
@@ -158,13 +158,13 @@ def gguf_tokenizer(path: str | Path) -> FastTokenizer | None:
     """The tokenizer of a GGUF file; None if it has none.
 
     Raises:
-        UnsupportedModel: It is of a kind that is not known here.
+        UnsupportedModel: Its kind is unknown.
         ModelNotFound: The file cannot be read.
     """
     file, cache = GGUFFile.open(path), None
     if file.metadata.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
         return None
     if os.environ.get(CACHE_SWITCH) != "0":
-        with suppress(OSError):                         # nobody's folder keeps nothing
+        with suppress(OSError):                         # without a home folder nothing is kept
             cache = cache_folder()
     return FastTokenizer(tokenizer_of(file, cache), str(path))

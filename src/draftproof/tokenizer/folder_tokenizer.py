@@ -1,8 +1,8 @@
-"""The tokenizer of a folder, without importing transformers from the second start on.
+"""The tokenizer of a folder, which needs no import of transformers from the second start on.
 
-transformers builds the tokenizer of a folder by rules of its own (some classes rebuild the
-pipeline from the vocabulary), so what it built is kept in the cache folder at the first start and
-read from there at later ones: the same tokens, seconds sooner.
+transformers builds a folder's tokenizer by its own rules (some classes rebuild the pipeline from
+the vocabulary), so the result of the first start is kept in the cache folder and read by later
+ones: the same tokens, seconds earlier.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class FolderTokenizer(FastTokenizer):
     """A tokenizer that transformers built earlier.
 
     Args:
-        state: What `state_of` gave.
+        state: The result of `state_of`.
         name: The folder.
-        load: Loads transformers' tokenizer, for what is not here.
+        load: Loads transformers' tokenizer for everything that is not supported here.
     """
 
     def __init__(self, state: dict[str, Any], name: str, load: Callable[[], Any]) -> None:
@@ -53,7 +53,7 @@ class FolderTokenizer(FastTokenizer):
 
 
 def folder_tokenizer(name: str, load: Callable[[], Any]) -> Any:
-    """The tokenizer of a folder: as it was kept, or else as `load` loads it, which is kept.
+    """The tokenizer of a folder, as it was kept, or else from `load`, and kept.
 
     Args:
         name: The folder.
@@ -73,10 +73,10 @@ def folder_tokenizer(name: str, load: Callable[[], Any]) -> Any:
 
 
 def state_of(tokenizer: Any) -> dict[str, Any] | None:
-    """What encodes and decodes as a tokenizer of transformers does.
+    """The parts of a transformers tokenizer that encode and decode.
 
     Returns:
-        None for one that is not fast, or does more than its backend.
+        None if it is not a fast tokenizer, or does more than its backend.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not getattr(tokenizer, "is_fast", False) or backend is None:

@@ -1,7 +1,6 @@
-"""The bytes that a token of a vocabulary stands for. Knows tokenizers.
+"""The bytes of each token of a vocabulary. Knows tokenizers.
 
-A token may be part of a character (an emoji is up to four tokens), so its text alone says too
-little.
+A token may be a part of a character (an emoji has up to four tokens), so its text is not enough.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class TokenBytes:
         self._byte_level = is_byte_level(list(tokenizer.get_vocab()))
 
     def __getitem__(self, token: int) -> bytes:
-        """The bytes of a token; of a special token its name's; none of an id without a token."""
+        """The bytes of a token, or of a special token's name; empty for an unused id."""
         name = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(name, str):
             return b""
@@ -36,7 +35,7 @@ class TokenBytes:
         return bytes_of(name, self._byte_level)
 
     def text(self, token: int) -> str:
-        """A token as text; a part of a character as OpenAI writes it, ``bytes:\\xf0\\x9f``."""
+        """A token as text, with parts of characters in OpenAI's format, ``bytes:\\xf0\\x9f``."""
         data = self[token]
         try:
             return data.decode()
@@ -46,13 +45,13 @@ class TokenBytes:
 
 
 def is_byte_level(names: list[str]) -> bool:
-    """Whether tokens are named as byte-level tokenizers do (GPT-2), not as SentencePiece does."""
+    """Whether names of tokens are byte-level (GPT-2), not SentencePiece's."""
     byte_level, sentencepiece = (sum(name.startswith(mark) for name in names) for mark in SPACES)
     return byte_level >= sentencepiece
 
 
 def bytes_of(name: str, byte_level: bool) -> bytes:
-    """What an ordinary token stands for, as its kind of tokenizer writes it."""
+    """The bytes of an ordinary token from its name in its kind of tokenizer."""
     if byte_level:
         if all(letter in BYTES for letter in name):
             return bytes(BYTES[letter] for letter in name)
@@ -63,7 +62,7 @@ def bytes_of(name: str, byte_level: bool) -> bytes:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level token stands for (GPT-2's table)."""
+    """The byte for each letter of a byte-level token (GPT-2's table)."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     letters = {chr(byte): byte for byte in visible}
