@@ -1,1 +1,1 @@
-"""For those who have transformers code already."""
+"""For users with existing transformers code."""

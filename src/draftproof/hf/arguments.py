@@ -1,4 +1,4 @@
-"""What a call of `model.generate` asked for besides the text: refused by name, or computed."""
+"""The requests of a `model.generate` call besides the text: computed, or refused by name."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ NOT_MADE = ("output_attentions", "output_hidden_states", "assistant_ensemble_wei
 
 
 def _holds_text(cache: Cache | None) -> bool:
-    """Whether a cache of transformers has read a text. Its name is `cache` since 5.24."""
+    """Whether a transformers cache has read a text. Its argument is named `cache` since 5.24."""
     if cache is None:
         return False
     try:
         return bool(cache.get_seq_length() > 0)
-    except ValueError:                                  # it holds states alone
+    except ValueError:                                  # it holds only states
         return bool(cache.has_previous_state())
 
 
@@ -43,7 +43,7 @@ def reject_unsupported(
     model: PreTrainedModel, ids: Tensor, config: GenerationConfig,
     model_kwargs: Mapping[str, Any], synced: bool,
 ) -> None:
-    """Raise BadInput, by name, for what would change the text, or is asked for and not made."""
+    """Raise BadInput for unsupported arguments that change the text or ask for outputs."""
     arguments = {name: value for name, value in model_kwargs.items() if value is not None}
     refused = [name for name in NOT_MADE if getattr(config, name, None)]
     refused += [option for option in unsupported_options(config)
@@ -77,7 +77,7 @@ def reject_unsupported(
 
 
 def _counted(mask: Tensor) -> Tensor:
-    """[B, S] positions of tokens after left padding."""
+    """The positions [B, S] of tokens after left padding."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
@@ -92,8 +92,8 @@ def logits_of(
     model: PreTrainedModel, sequences: Tensor, mask: Tensor | None, new: int,
     encoded: Mapping[str, object],
 ) -> tuple[Tensor, ...]:
-    """Of each new token, the model's logits [B, V], by one forward over the whole text; encoded:
-    what else the forward of an encoder-decoder is given."""
+    """Compute the model's logits [B, V] for each new token by one forward over the whole text;
+    encoded: further arguments of an encoder-decoder's forward."""
     ids, takes = sequences[:, :-1], inspect.signature(model.forward).parameters
     extra: dict[str, object] = {"logits_to_keep": new} if "logits_to_keep" in takes else {}
     if encoded:
@@ -112,10 +112,10 @@ def encoded_rows(
     model: PreTrainedModel, prompts: list[list[int]], inputs: Tensor | None,
     model_kwargs: Mapping[str, Any],
 ) -> list[dict[str, Tensor]]:
-    """What the encoder of an encoder-decoder read, row by row, and what each text begins with."""
+    """The encoder's input row by row, and the beginning of each text."""
     output = model_kwargs["encoder_outputs"][0]
     parts = {"encoder_outputs": output, "attention_mask": model_kwargs.get("attention_mask")}
-    if inputs is not None:                      # a draft model has an encoder of its own
+    if inputs is not None:                      # a draft model has its own encoder
         parts[model.main_input_name] = inputs.repeat_interleave(len(output) // len(inputs), 0)
     present = {name: value for name, value in parts.items() if value is not None}
     return [{name: value[row : row + 1] for name, value in present.items()}

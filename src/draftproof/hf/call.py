@@ -1,5 +1,5 @@
-"""What a call of `model.generate` was given and transformers does not hand on to a function given
-as `custom_generate`: its streamer, its assistant, and its tokenizer."""
+"""Finds arguments of `model.generate` that transformers does not pass on to a `custom_generate`
+function: the streamer, the assistant and the tokenizer."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ GENERATION = "transformers.generation.utils"
 
 
 class Call(NamedTuple):
-    """What a call of `model.generate` was given besides the text."""
+    """The arguments of a `model.generate` call besides the text."""
 
     assistant_model: PreTrainedModel | None = None
     streamer: BaseStreamer | None = None
 
 
 def find_call(inner: CodeType) -> Call:
-    """The running call of `model.generate` that reached a function through `custom_generate`.
+    """Find the running call of `model.generate` that reached a function through `custom_generate`.
 
-    The function may lie in another one of the user's, so the caller's frames are searched.
+    The function may be wrapped in one of the user's, so the caller's frames are searched.
 
     Args:
         inner: The code of the function; a second call of it on the stack ends the search, since
-            the call above that one is not for this one.
+            calls above it belong to that one.
     """
     frame = sys._getframe(1)
-    while frame.f_code is not inner and frame.f_back is not None:   # helpers of the function
+    while frame.f_code is not inner and frame.f_back is not None:   # skip helpers of the function
         frame = frame.f_back
     above, inside = frame.f_back, False
     while above is not None and above.f_code is not inner:
@@ -58,7 +58,7 @@ def find_call(inner: CodeType) -> Call:
 
 @contextmanager
 def ending(streamer: BaseStreamer | None) -> Iterator[None]:
-    """End a streamer afterwards, also after an error: whoever reads it would wait for ever."""
+    """End a streamer afterwards, even after an error, so that its readers do not wait forever."""
     try:
         yield
     except BaseException:
@@ -71,7 +71,7 @@ def ending(streamer: BaseStreamer | None) -> Iterator[None]:
 
 
 class _ModeArguments(dict[str, object]):
-    """What transformers hands on, and the tokenizer, which is looked up and not handed on."""
+    """The arguments that transformers passes on; lookups also find the tokenizer."""
 
     tokenizer: object
 
@@ -82,7 +82,7 @@ class _ModeArguments(dict[str, object]):
 def keep_tokenizer() -> None:
     """Let `generate` find its `tokenizer` for `stop_strings` with a `custom_generate` function.
 
-    transformers forgets it there, and then asks for it. Calls of other kinds are as they were.
+    transformers drops it there, but needs it later. Other calls are not changed.
     """
     extract = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
     if extract is None or hasattr(extract, "__wrapped__"):

@@ -1,8 +1,8 @@
-"""``model.generate(**inputs, custom_generate=draftproof.generate)``: their call, our decoding.
+"""``model.generate(**inputs, custom_generate=draftproof.generate)``: our decoding in their call.
 
 transformers prepares everything (logits processors, stopping criteria, lengths, left padding) and
-calls a function of this form in place of its own loop. Whatever it prepared is honoured, token by
-token inside a round; what cannot be is refused by name.
+calls this function in place of its own loop. All of it is honoured, token by token within a round,
+or refused by name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ENCODED = ("encoder_outputs", "attention_mask", "decoder_attention_mask")
 
 
 class _Engines(dict[tuple[object, ...], Engine]):
-    """Engines kept with a model; copies of the model do not take them along."""
+    """Engines attached to a model, but not to its copies."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _Engines, ()
@@ -138,7 +138,7 @@ def generate(
 
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """The model in evaluation mode, without dropout; what was training trains on afterwards."""
+    """Put the model in evaluation mode, without dropout, and restore training modes afterwards."""
     training = [part for part in model.modules() if part.training] if model.training else []
     model.eval()
     try:
@@ -152,11 +152,11 @@ def _decode(
     engine: Engine, ids: Tensor, prompts: Sequence[Prompt], criteria: Sequence[StoppingCriteria],
     sampling: list[Sampling], config: GenerationConfig, streamer: BaseStreamer | None,
 ) -> Tensor:  # fmt: skip
-    """[B, new] tokens after [B, S] ids: rows that end early go on with padding.
+    """Return the new tokens [B, new] after ids [B, S]; rows that end early are padded.
 
-    Streamer and criteria hear of one token of all rows at a time, as from transformers, however
-    many came in a round: a criterion may look at the whole batch, and keep state. Without an end
-    token a row goes on until all have ended.
+    Streamer and criteria receive one token of all rows at a time, as in transformers, however many
+    a round brings, since a criterion may read the whole batch and keep state. Without an end token
+    a row continues until all have ended.
     """
     lengths = [criterion.max_length for criterion in criteria
                if isinstance(criterion, MaxLengthCriteria)]
@@ -180,7 +180,7 @@ def _decode(
                          for row, goes in zip(rows, going, strict=True)]  # fmt: skip
                 pairs = list(zip(rows, write, strict=True))
                 if any(writes and len(row.tokens) == step for row, writes in pairs):
-                    break                                           # a row has yet to get there
+                    break                                           # a row is not there yet
                 new.append([row.tokens[step] if writes else pad for row, writes in pairs])
                 if streamer is not None:
                     streamer.put(torch.tensor(new[-1]))
@@ -208,7 +208,7 @@ def _sampling(
     ids: Tensor, prompts: list[list[int]], processors: Sequence[LogitsProcessor],
     criteria: Sequence[StoppingCriteria], drawn: bool,
 ) -> list[Sampling]:
-    """What each row asks for: warpers as options, the rest called as transformers calls it."""
+    """The sampling of each row, with warpers as options and other processors called as they are."""
     options: dict[str, Any] = {"temperature": 1.0 if drawn else 0.0}
     rest, order = list(processors), list(WARPERS)
     while drawn and rest and (kind := type(rest[-1])) in order and _is_option(rest[-1]):
@@ -227,13 +227,13 @@ def _sampling(
 
 
 def _is_option(warper: LogitsProcessor) -> bool:
-    """Whether it forbids what it takes away, and may leave one token."""
+    """Whether a warper sets removed tokens to -inf, and may leave a single token."""
     fills = getattr(warper, "filter_value", -torch.inf)
     return bool(fills == -torch.inf and getattr(warper, "min_tokens_to_keep", 1) <= 1)
 
 
 class _Processor:
-    """Asks a processor about a row's text [1, L], with its padding, at its place in the batch."""
+    """Calls a processor for a row's text [1, L], with its padding, at its place in the batch."""
 
     def __init__(self, inner: LogitsProcessor, ids: Tensor, row: int, length: int) -> None:
         self.inner, self.row, self.rows = inner, row, len(ids)
@@ -251,7 +251,7 @@ def _engine(
     drafter: str | Path | Drafter | None, budget: int | None, acceptance: str | None,
     config: GenerationConfig,
 ) -> Engine:
-    """The engine of this model and drafter; kept with the model."""
+    """The engine of this model and drafter, which is kept with the model."""
     if assistant is not None and drafter is not None:
         raise BadInput("both assistant_model and drafter were given; give one of them")
     if isinstance(drafter, torch.nn.Module):
@@ -261,7 +261,7 @@ def _engine(
             drafter = "prompt-lookup"
         elif config.assistant_early_exit:
             drafter = f"self-layers:{config.assistant_early_exit}"
-    if budget is None and config.num_assistant_tokens != 20:    # which transformers fills in
+    if budget is None and config.num_assistant_tokens != 20:    # transformers' default
         budget = config.num_assistant_tokens
     budget = budget or config.prompt_lookup_num_tokens
     known: _Engines = model.__dict__.setdefault("_draftproof", _Engines())
@@ -269,12 +269,12 @@ def _engine(
     size = model.config.get_text_config().vocab_size
     key = (id(assistant), named, acceptance, budget, model.dtype, model.device, size)
     if key not in known:
-        while len(known) >= ENGINES:                    # the oldest
+        while len(known) >= ENGINES:                    # remove the oldest
             del known[next(iter(known))]
         known[key] = engine = load(
             model, assistant_model=assistant, drafter=drafter, acceptance=acceptance, budget=budget
         )
         for target in (engine.target, getattr(engine.drafter, "model", None)):
             if isinstance(target, ModuleTarget) and target.model is model:
-                target.hold_weakly()                    # the model holds the engine
+                target.hold_weakly()                    # since the model holds the engine
     return known[key]

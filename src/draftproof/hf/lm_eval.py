@@ -1,8 +1,8 @@
-"""lm-eval's harness, generating with our decoding; everything else is its "hf" model.
+"""A model for lm-eval's harness that generates with our decoding; otherwise its "hf" model.
 
     python -m draftproof.hf.lm_eval --model draftproof --model_args pretrained=MODEL --tasks gsm8k
 
-`assistant_model`, `drafter`, `num_assistant_tokens` and `acceptance` may stand among the
+`assistant_model`, `drafter`, `num_assistant_tokens` and `acceptance` can be given in
 `model_args`. Answers are those of ``--model hf``.
 """
 
@@ -22,7 +22,7 @@ DRAFTING = ("assistant_model", "drafter", "num_assistant_tokens", "acceptance")
 
 @register_model("draftproof")
 class DraftproofLM(HFLM):  # type: ignore[misc]
-    """`HFLM` whose texts come from `draftproof.generate`."""
+    """An `HFLM` that generates text with `draftproof.generate`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         drafting = {name: options.pop(name) for name in DRAFTING if name in options}
