@@ -1,1 +1,1 @@
-"""The command line: options in, one library call each. Holds no decoding logic."""
+"""The command line: each command is one library call. Contains no decoding logic."""

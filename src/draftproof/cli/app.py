@@ -1,6 +1,6 @@
-"""The ``draftproof`` command: its subcommands; any failure is one sentence and an exit code.
+"""The ``draftproof`` command and its subcommands; a failure is one sentence and an exit code.
 
-Exit codes: 0 done · 1 could not be done · 2 wrong usage · 130 interrupted. Imports no torch.
+Exit codes: 0 done · 1 failed · 2 wrong usage · 130 interrupted. Does not import torch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ OUT_OF_MEMORY = (
 
 
 class Interrupted(Exception):
-    """Ctrl-C, on its way out of the command: typer would end the program in its own way."""
+    """Ctrl-C, as an error that typer does not handle in its own way."""
 
 
 class Command(TyperCommand):
-    """A subcommand; its ``--help`` is shown as a flag, like others."""
+    """A subcommand whose ``--help`` is shown as a flag, like others."""
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)
@@ -49,7 +49,7 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """Subcommands; an interrupt leaves them as `Interrupted`."""
+    """A group of subcommands that turns interrupts into `Interrupted`."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -96,8 +96,8 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; every failure that can be foreseen ends in one sentence on stderr."""
-    # Errors of these libraries come as exceptions; their log lines and warnings only repeat them.
+    """Run the command line; every expected failure ends in one sentence on stderr."""
+    # These libraries raise their errors as exceptions; log lines and warnings only repeat them.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -107,7 +107,7 @@ def main() -> None:
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="replace")        # type: ignore[union-attr]
     nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere   # closed ones
+    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere   # replace closed streams
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
     try:
         app(prog_name="draftproof")
@@ -117,7 +117,7 @@ def main() -> None:
         _leave(str(error), 2 if isinstance(error, BadInput) else 1)
     except (Interrupted, KeyboardInterrupt) as stop:
         _leave(str(stop) or "interrupted", 130)
-    except BrokenPipeError:                             # nobody reads any more: flush into nothing
+    except BrokenPipeError:                             # the reader is gone: discard the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
@@ -126,14 +126,14 @@ def main() -> None:
         wrong_name = isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError))
         text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         _leave(text, 2 if wrong_name else 1)
-    except (MemoryError, RuntimeError) as error:        # PyTorch raises a RuntimeError for it
+    except (MemoryError, RuntimeError) as error:        # PyTorch's is a RuntimeError
         if not is_out_of_memory(error):
             raise
         _leave(OUT_OF_MEMORY, 1)
 
 
 def _leave(sentence: str, code: int) -> NoReturn:
-    """Say why on stderr, on one line, and end."""
+    """Print the reason on stderr, on one line, and exit."""
     sys.stdout.flush()
     print(f"draftproof: {show.one_line(sentence)}", file=sys.stderr)
     sys.exit(code)

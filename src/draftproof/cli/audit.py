@@ -1,4 +1,4 @@
-"""``draftproof audit``: an engine examined. Exit code 0 unbiased, 1 biased, 2 no verdict."""
+"""``draftproof audit``: tests an engine. Exit code 0 unbiased, 1 biased, 2 no verdict."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def audit(
 
 
 def _show(title: str, result: Audit, samples: int) -> None:
-    """The verdict, a table of the tests, and how sure they are."""
+    """Show the verdict, a table of the tests, and their power."""
     style, word = ("bold red", "BIASED") if result.biased else ("bold green", "UNBIASED")
     if not result.biased and result.joint.cells < WEAK:
         style = "bold yellow"
@@ -103,12 +103,12 @@ def _show(title: str, result: Audit, samples: int) -> None:
 
 
 def _choices(distribution: Distribution, prompt: Sequence[int], samples: int) -> int:
-    """How many first tokens are likely enough to be counted one by one."""
+    """The number of first tokens that are likely enough to be counted one by one."""
     return int((distribution([tuple(prompt)])[0] * samples >= 20).sum())
 
 
 def _audited(options: SimpleNamespace) -> tuple[str, Audit]:
-    """The engine in words, and the verdict on it. options: by name."""
+    """A description of the engine, and its audit. options: the command's options by name."""
     from draftproof.core.params import Sampling
     from draftproof.model.loading import load_model, load_tokenizer, stop_tokens
     from draftproof.verify import audit as audits

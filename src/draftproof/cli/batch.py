@@ -1,6 +1,6 @@
-"""A file of prompts in, a file of completions out: resumable; bad rows stop no others.
+"""Completes a file of prompts into another file; can be resumed, and continues after bad rows.
 
-One output row per input row, written as it is finished; when all are, they are put in order.
+Each input row gives an output row, written as soon as it is finished, and ordered at the end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Outcome = tuple[Line, "Completion | str"]
 
 @dataclass(frozen=True)
 class Batch:
-    """A run over a file, `prompts` to `out`; `sampling` is for rows without their own options."""
+    """A run from the file `prompts` to `out`; `sampling` has the defaults of rows."""
 
     config: EngineConfig
     sampling: Mapping[str, Any]
@@ -60,8 +60,8 @@ class Batch:
     ray: int | None = None
 
     def run(self, group: ProcessGroup) -> None:
-        """Complete all rows that are not in `out` yet. Raises DraftproofError at the
-        end for bad rows."""
+        """Complete all rows that are not in `out` yet. Raises DraftproofError for bad rows at the
+        end."""
         with ExitStack() as until_done:
             lines, rows = group.from_rank_0(partial(self._begin, until_done))
             self._run(group, lines, rows)
@@ -77,7 +77,7 @@ class Batch:
             if group.is_main_process:
                 self._order(rows)
             show.note(f"{self.out} is complete: {len(lines)} rows")
-        elif not group.is_main_process:         # what rank 0 writes, all ranks compute
+        elif not group.is_main_process:         # all ranks compute what rank 0 writes
             list(self.outcomes(engine_of(self.config), left))
         else:
             if rows:
@@ -85,8 +85,8 @@ class Batch:
             self._complete(left, rows)
 
     def _begin(self, until_done: ExitStack) -> tuple[list[Line], dict[int, bytes]]:
-        """The rows to answer, and those that `out` holds; before the model is loaded, for much can
-        be wrong. No other process writes to `out` until `until_done` is left."""
+        """Read the rows to answer and those in `out`, before the model is loaded, to find errors
+        early. No other process writes to `out` until `until_done` is closed."""
         for name, value in (("batch_size", self.batch_size), ("ray", self.ray)):
             if value is not None and value < 1:
                 raise BadInput(f"{name} was {value}; it must be at least 1")
@@ -97,18 +97,18 @@ class Batch:
             raise BadInput(f"{self.prompts} has no rows; give {wanted}")
         if self.out.exists() and self.out.samefile(self.prompts):
             raise BadInput(f"--out is the file of prompts itself, {self.out}; give another")
-        self.out.open("ab").close()                         # can it be written?
+        self.out.open("ab").close()                         # check that it can be written
         until_done.enter_context(file_lock(self.out))
         return lines, self._written(lines)
 
     @property
     def _settings(self) -> str:
-        """A digest of all options that decide what the texts are."""
+        """A digest of all options on which the texts depend."""
         settings = [self.config.digest, self.chat, dict(self.sampling)]
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
     def _written(self, lines: Sequence[Line]) -> dict[int, bytes]:
-        """The rows `out` already holds, checked to be ours; half a last line is cut off."""
+        """The rows in `out`, which must be ours; an incomplete last line is removed."""
         *complete, half = self.out.read_bytes().split(b"\n")
         begins, why = b'{"index": ', ""
         try:
@@ -128,7 +128,7 @@ class Batch:
         return {row["index"]: text for row, text in zip(rows, complete, strict=True)}
 
     def _complete(self, left: Sequence[Line], rows: dict[int, bytes]) -> None:
-        """Complete what `out` lacks, add it to `rows`, and put all in order."""
+        """Complete the rows that `out` lacks, add them to `rows`, and order all."""
         start, count = time.perf_counter(), len(left) + len(rows)
         done: list[Completion] = []
         columns = (BarColumn(), MofNCompleteColumn(),
@@ -167,18 +167,18 @@ class Batch:
         )
 
     def _order(self, rows: Mapping[int, bytes]) -> None:
-        """Write all rows again, in the order of the input."""
+        """Rewrite all rows in the order of the input."""
         ordered = self.out.with_name(self.out.name + ".ordered")
         ordered.write_bytes(b"".join(rows[index] + b"\n" for index in range(len(rows))))
         ordered.replace(self.out)
 
     @property
     def window(self) -> int:
-        """Rows the engine gets at a time."""
+        """The number of rows that the engine gets at a time."""
         return WINDOW * (self.batch_size or 8)
 
     def _outcomes(self, left: Sequence[Line]) -> Iterator[Outcome]:
-        """What this process, or the workers of a cluster, make of the rows that are left."""
+        """The outcomes of the remaining rows, from this process or the workers of a cluster."""
         if self.ray is not None:
             from draftproof.cli import over_ray
 
@@ -186,7 +186,7 @@ class Batch:
         return self.outcomes(engine_of(self.config), left)
 
     def outcomes(self, engine: Engine, lines: Sequence[Line]) -> Iterator[Outcome]:
-        """A completion or an error for each line; within a window of lines, in any order."""
+        """A completion or an error for each line, in any order within a window of lines."""
         from draftproof.requests.reader import note_copies
 
         base = replace(engine.sampling, **self.sampling)

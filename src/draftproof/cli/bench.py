@@ -86,7 +86,7 @@ def bench(
 
 
 def numbers(name: str, text: str, kind: Callable[[str], N]) -> list[N]:
-    """Several numbers from "1,4,8", each once."""
+    """Parse distinct numbers such as "1,4,8"."""
     try:
         values = list(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:

@@ -71,7 +71,7 @@ def chat(
             messages = [*turns, {"role": "user", "content": line}]
             try:
                 answer, last = _answer(loaded, messages, wanted)
-            except BadInput as error:                           # the context is full, perhaps
+            except BadInput as error:                           # perhaps the context is full
                 show.note(f"{error}; /reset begins a new conversation", style="yellow")
                 continue
             turns = [*messages, {"role": "assistant", "content": answer}]
@@ -83,7 +83,7 @@ def _is_command(line: str) -> bool:
 
 
 def _to_the_end(sampling: Sampling, length: int) -> Sampling:
-    """An answer ends where the model ends it, or with the conversation, unless a limit is set."""
+    """Let answers end where the model ends them or the context is full, unless a limit is set."""
     if sampling.max_new_tokens is None and sampling.max_length is None:
         return replace(sampling, max_length=length)
     return sampling
@@ -104,7 +104,7 @@ def _must_chat(engine: Engine, turns: list[dict[str, str]], sampling: Sampling) 
 
 
 def _edit_lines() -> None:
-    """Let `input` edit lines and remember them, where the platform can."""
+    """Let `input` edit lines and keep a history, where the platform supports that."""
     if sys.stdin.isatty():
         with suppress(ImportError):
             import readline  # noqa: F401
@@ -113,7 +113,7 @@ def _edit_lines() -> None:
 def _answer(
     engine: Engine, turns: list[dict[str, str]], sampling: Sampling
 ) -> tuple[str, Completion | None]:
-    """What the model says, as far as Ctrl-C lets it; and figures, if it came to an end."""
+    """The model's answer up to Ctrl-C, and its figures if it is complete."""
     writer, text, done = show.StreamWriter(sys.stdout, wrap=True), "", None
     with suppress(KeyboardInterrupt):
         for chunk in engine.stream(turns, sampling=sampling):

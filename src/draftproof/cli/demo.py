@@ -1,4 +1,4 @@
-"""``draftproof demo``: the embedded model tells a story, then every drafter is measured on it."""
+"""``draftproof demo``: the embedded model tells a story; then all drafters are measured on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``draftproof doctor``: what this machine is, and what may be promised of a model on it."""
+"""``draftproof doctor``: describes this machine and a model's guarantees on it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
                  + ("chains and trees" if target.reads_trees else "chains only"),
         **({"quantised": lines} if (lines := lost(made)) else {}),
     }  # fmt: skip
-    if drafts := made.budget.max_draft_tokens:          # a drafter was named, loads and fits
+    if drafts := made.budget.max_draft_tokens:          # a named drafter loads and fits
         facts["drafter"] = f"{made.drafter.name} fits, and drafts up to {drafts} tokens per round"
     facts |= {"same bits": probed.same, "other bits": probed.differ}
     if json_:

@@ -38,6 +38,6 @@ EXAMPLES = {
 
 
 def epilog(command: str) -> str:
-    """The examples of a command, below its options."""
+    """The examples of a command, for the end of its help."""
     heading = "[bold]Example[/bold]" if len(EXAMPLES[command]) == 1 else "[bold]Examples[/bold]"
     return "\n\n".join((heading, *EXAMPLES[command]))

@@ -1,4 +1,4 @@
-"""Progress bars of other libraries (tqdm) as part of ours; they write nothing of their own."""
+"""Shows progress bars of other libraries (tqdm) as part of ours; they write nothing themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Advance = Callable[[str, float, "float | None"], None]
 
 
 class _Nowhere(io.StringIO):
-    """A terminal that shows nothing, for bars that are disabled in files."""
+    """A terminal that shows nothing, for bars that are disabled without a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -22,7 +22,7 @@ class _Nowhere(io.StringIO):
 
 @contextmanager
 def no_foreign_bars(advance: Advance) -> Iterator[None]:
-    """While the block runs, bars of tqdm call `advance` and write nothing."""
+    """Make bars of tqdm call `advance` and write nothing while the block runs."""
     import tqdm
 
     bar = tqdm.tqdm

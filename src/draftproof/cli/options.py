@@ -1,4 +1,4 @@
-"""The options that commands share; those of an engine are made from the fields of its config."""
+"""Options that commands share; an engine's options are made from the fields of its config."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Command = Callable[..., None]
 
 
 def with_options(**groups: tuple[str, ...] | None) -> Callable[[Command], Command]:
-    """Give a command the options of `engine` and of `sampling`: all of them, or those named.
+    """Add the options of `engine` and of `sampling` to a command: all of them, or those named.
 
-    The command gets one argument per group: a mapping with what was given, by field.
+    The command gets one argument per group: a mapping of the given options by field.
     """
 
     def decorate(command: Command) -> Command:
@@ -63,7 +63,7 @@ PANELS = ("Output", "Many prompts", "Server", "Sampling", "Drafting", "Model", "
 
 
 def _panel_order(parameter: inspect.Parameter) -> int:
-    """Where an option's panel comes; arguments and panels of the command itself come first."""
+    """The position of an option's panel; the command's own arguments and panels come first."""
     about = parameter.annotation.__metadata__[0] if get_origin(parameter.annotation) else None
     panel = getattr(about, "rich_help_panel", None)
     return 1 + PANELS.index(panel) if panel in PANELS else 0
@@ -79,13 +79,13 @@ def flag(name: str) -> str:
 
 
 def _parameter(name: str, kind: object, default: object, option: object) -> inspect.Parameter:
-    """A keyword of a command, as typer reads it."""
+    """A keyword of a command in typer's form."""
     annotation, keyword = Annotated[kind, option], inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword, default=default, annotation=annotation)
 
 
 def options_of(config: type) -> list[inspect.Parameter]:
-    """The fields of a dataclass that are options."""
+    """The options among the fields of a dataclass."""
     made = []
     for field in cli_fields(config):
         about = field.metadata

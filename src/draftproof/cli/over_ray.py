@@ -1,6 +1,6 @@
-"""Rows of a batch on the workers of a Ray cluster, an engine each.
+"""Completes rows of a batch on the workers of a Ray cluster, each with its own engine.
 
-Ray restarts workers that die and repeats what they were at.
+Ray restarts workers that die and repeats their tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PORTIONS_PER_WORKER = 4
 
 
 class Writer:
-    """Lives on a worker: an engine, loaded with the first rows."""
+    """A worker's engine, which is loaded with the first rows."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -35,9 +35,9 @@ class Writer:
 
 
 def outcomes(batch: Batch, lines: Sequence[Line], workers: int) -> Iterator[Outcome]:
-    """A completion or an error for each line, in any order, by so many workers.
+    """A completion or an error for each line, in any order, from `workers` workers.
 
-    RAY_ADDRESS names the cluster; without it, Ray runs on this machine, as long as the run takes.
+    RAY_ADDRESS names the cluster; without it, Ray runs on this machine for the time of the run.
     """
     try:
         import ray

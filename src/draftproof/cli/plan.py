@@ -1,4 +1,4 @@
-"""``draftproof plan``: does drafting pay, with which drafter, and how much; before it is run."""
+"""``draftproof plan``: predicts whether drafting pays, with which drafter, and how much."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def plan(
 
 
 def _logs(file: Path, plain: Engine, chat: bool) -> list[Text]:
-    """Texts with the prompts before them; of plain texts the beginning is the prompt."""
+    """Read texts with their prompts; the prompt of a plain text is its beginning."""
     from draftproof.plan.recording import Text
     from draftproof.training.rows import OPENING, tokenized
     from draftproof.training.texts import read

@@ -1,4 +1,4 @@
-"""``draftproof prove``: is it lossless here? Sections with a verdict each, and a certificate."""
+"""``draftproof prove``: proves losslessness in sections with verdicts; writes a certificate."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _run(
     setup: EngineConfig, quick: bool, names: list[str], seed: int, mutants: list[str],
     minutes: float,
 ) -> Report:  # fmt: skip
-    """Run the sections with a progress bar on stderr; print each verdict, then one over all."""
+    """Run the sections with a progress bar on stderr; print each verdict, then the overall one."""
     from draftproof.model.device import versions
     from draftproof.verify.fuzz import prove_fuzz
     from draftproof.verify.prove import prove as prove_sections
@@ -118,13 +118,13 @@ def _run(
 
 
 def _bar(bars: Progress, name: str) -> Tick:
-    """A bar for one section."""
+    """A progress bar for one section."""
     task = bars.add_task("", total=1.0, section=name)
     return lambda share, doing: bars.update(task, completed=share, description=doing)
 
 
 def _described(setup: EngineConfig, engine: Engine) -> dict[str, object]:
-    """The model at hand."""
+    """A description of the model."""
     assistant = setup.assistant_model
     return {
         "model": setup.model,

@@ -1,4 +1,5 @@
-"""``draftproof run``: one prompt, streamed; or a file of prompts, handed to `batch`."""
+"""``draftproof run``: streams the completion of a prompt, or passes a file of prompts to `batch`.
+"""
 
 from __future__ import annotations
 
@@ -79,14 +80,14 @@ def run(
             assert prompts is not None and out is not None
             Batch(config, sampling, prompts, out, batch_size, chat, ray).run(group)
             return
-        if text == "-":                                 # stdin is rank 0's
+        if text == "-":                                 # only rank 0 has stdin
             prompt_text = group.from_rank_0(lambda: _prompt("-", may_be_stdin=True))
         _run(config, sampling, prompt_of({"prompt": prompt_text}, chat), n, compare, json_,
              trace)
 
 
 def _prompt(source: str | Path, may_be_stdin: bool) -> str:
-    """The text of a prompt: of a file, of standard input if that is what - means, or as given."""
+    """The text of a prompt: from a file, from standard input if it is - and may be, or as given."""
     if isinstance(source, Path):
         return _decoded(partial(source.read_text, encoding="utf-8-sig"), str(source))
     if may_be_stdin and source == "-":
@@ -95,7 +96,7 @@ def _prompt(source: str | Path, may_be_stdin: bool) -> str:
 
 
 def _decoded(read: Callable[[], str], name: str) -> str:
-    """What `read` returns, without its last line break."""
+    """The result of `read` without its last line break."""
     try:
         return read().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -131,7 +132,7 @@ def _run(
     else:
         ours = _written(engine, prompt, wanted, n, show.StreamWriter(sys.stdout))
     for completion in ours:
-        completion.checked()                            # it was shown as far as it goes
+        completion.checked()                            # the text before the error was shown
     if json_:
         return
     show.note(show.summary(ours))
@@ -146,7 +147,7 @@ def _run(
 def _written(
     engine: Engine, prompt: Prompt, wanted: Sampling, n: int, writer: show.StreamWriter
 ) -> list[Completion]:
-    """The completions; shown as they come."""
+    """The completions, shown as they are written."""
     if n != 1:
         done = engine.generate([prompt], sampling=wanted, n=n)
         for index, completion in enumerate(done, 1):
@@ -165,7 +166,7 @@ def _written(
 def _traced(
     engine: Engine, prompt: Prompt, wanted: Sampling, writer: show.StreamWriter, file: Path
 ) -> list[Completion]:
-    """The completion, shown as it comes; and the page of its rounds."""
+    """The completion, shown as it is written, and the page of its rounds."""
     from draftproof.plots.trace import write_trace
 
     title = f"{Path(engine.target.name).name}, {engine.drafter.name}"
@@ -178,7 +179,7 @@ def _traced(
 
 
 def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[Completion]:
-    """What plain decoding writes, with neither side paying for the first calls."""
+    """The texts of plain decoding, after warm-up so that neither side pays for first calls."""
     from draftproof.engine.engine import Engine
 
     plain = Engine(engine.target, codec=engine.codec, stop_tokens=engine.stop_tokens)
@@ -189,7 +190,7 @@ def _plainly(engine: Engine, prompt: Prompt, wanted: Sampling, n: int) -> list[C
 
 
 def _compared(ours: Sequence[Completion], plain: Sequence[Completion]) -> dict[str, object]:
-    """Speed-up, and where the first text that is another one parts from the plain one."""
+    """The speed-up, and the position of the first difference from plain decoding, if any."""
     from draftproof.requests.completion import first_difference
 
     pairs = zip(ours, plain, strict=True)
@@ -201,7 +202,7 @@ def _compared(ours: Sequence[Completion], plain: Sequence[Completion]) -> dict[s
 
 
 def _verdict(engine: Engine, wanted: Sampling, compared: dict[str, object]) -> str:
-    """Speed-up and whether the tokens are the same, in one line."""
+    """The speed-up, and whether the tokens are the same, in one line."""
     place = compared["differs_at"]
     same = "the text is identical" if place is None else f"the text differs at token {place}"
     if engine.lossy is not None and wanted.temperature > 0:

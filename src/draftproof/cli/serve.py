@@ -90,7 +90,7 @@ def serve(
     bf16: opt.Bf16 = False, *, engine: dict[str, object],
 ) -> None:  # fmt: skip
     """Serve models to clients of OpenAI's and Anthropic's APIs, in batches, with a page at /."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))       # while nothing is served yet
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))       # until the server runs
     try:
         from draftproof.server.api import Server
         from draftproof.server.guard import Access, is_loopback
@@ -128,13 +128,13 @@ def serve(
     for line in _facts(server):
         show.note(line)
     show.note(f"serving {', '.join(sources)} at {url} (page), /v1 (API), /metrics; Ctrl-C ends it")
-    for each in (signal.SIGINT, signal.SIGTERM):        # uvicorn raises it again when all is done
+    for each in (signal.SIGINT, signal.SIGTERM):        # uvicorn raises it again at the end
         signal.signal(each, lambda *_: sys.exit(0))
     WebServer(server.app(), server.lifecycle, shutdown_timeout).run([listener])
 
 
 def _keys(key: str | None, file: Path | None) -> list[str]:
-    """The API keys that clients may send; none if the server is open."""
+    """The valid API keys of clients; none if the server is open."""
     variable = os.environ.get(KEY_VARIABLE)
     if key is None and variable is not None:
         key, where = variable, KEY_VARIABLE
@@ -156,7 +156,7 @@ def _keys(key: str | None, file: Path | None) -> list[str]:
 
 
 def _facts(server: Server) -> list[str]:
-    """What runs, on what, and who may use it."""
+    """Facts about the models, the machine, and access."""
     import psutil
 
     from draftproof.model.diagnosis import paths
@@ -181,7 +181,7 @@ def _facts(server: Server) -> list[str]:
 
 
 def _log(level: str, access_log: bool) -> None:
-    """Log lines with the time on stderr; uvicorn's own only where something is wrong."""
+    """Log with times on stderr; uvicorn logs only problems."""
     detailed = "DEBUG" if level == "debug" else "WARNING"
     loggers = {"draftproof": level.upper(), "uvicorn": "ERROR" if level == "error" else detailed}
     dictConfig({

@@ -1,4 +1,4 @@
-"""The models that ``draftproof serve`` is given: what each is called, and how it is loaded."""
+"""The models of ``draftproof serve``: their names, and how to load them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def sources_of(
     model: str, name: str | None, also: Sequence[str], adapters: Sequence[str],
     options: dict[str, object], bf16: bool, cache: int,
 ) -> dict[str, Source]:
-    """What can be loaded, by the names that clients use; the first serves those who name none.
+    """Sources of models by clients' names; the first is for clients that name none.
 
     Args:
         model: A model, or a folder of models.
-        name: What clients call it.
+        name: Its name for clients.
         also: Further models, each MODEL or NAME=MODEL.
         adapters: LoRA adapters of the model, each FOLDER or NAME=FOLDER.
-        options: Of engines, as the command line has them.
+        options: The engines' options from the command line.
         bf16: Whether --bf16 was given.
-        cache: Bytes for beginnings of prompts, of each model.
+        cache: The bytes for beginnings of prompts, per model.
 
     Raises:
-        BadInput: Two have the same name, or an adapter is none.
+        BadInput: Two have the same name, or an adapter is not valid.
     """
     from draftproof.model.adapters import MergedAdapter, models_in, weight_bytes
     from draftproof.server.models import Source
@@ -71,7 +71,7 @@ def _put(sources: dict[str, Source], name: str, source: Source) -> None:
 
 
 def _named(argument: str) -> tuple[str, str]:
-    """A name and a path, of NAME=PATH or of a path."""
+    """Parse a name and a path from NAME=PATH or a path."""
     name, equals, path = argument.partition("=")
     if equals and name and path and not Path(argument).exists():
         return name, path

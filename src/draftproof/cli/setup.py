@@ -1,4 +1,4 @@
-"""From options to an engine, and what is said of it."""
+"""Makes an engine from options, and describes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def config_of(model: str, options: dict[str, Any], bf16: bool) -> EngineConfig:
-    """The engine's options, with what --bf16 and --use-hpu-graphs say of dtype and device."""
+    """The engine's options, with dtype and device from --bf16 and --use-hpu-graphs."""
     dtype = options.get("dtype", "bfloat16")
     if bf16 and dtype not in ("bfloat16", "bf16"):
         raise BadInput(f"both --bf16 and --dtype {dtype} were given; leave one of them out")
@@ -30,28 +30,27 @@ def config_of(model: str, options: dict[str, Any], bf16: bool) -> EngineConfig:
 
 
 def engine_of(config: EngineConfig) -> Engine:
-    """Load everything and check it against each other; it stays as long as the process does."""
-    gc.disable()                # imports and vocabularies make a million objects, and no garbage
+    """Load and check all parts of an engine, which lives as long as the process."""
+    gc.disable()                # imports and vocabularies make a million objects without garbage
     try:
         with show.loading("starting PyTorch"):
             from draftproof.engine.load import build
 
             return build(config)
     finally:
-        gc.freeze()             # to look through all of it for garbage takes a quarter of a second
+        gc.freeze()             # searching all of it for garbage takes a quarter of a second
         gc.enable()
 
 
 def check_sampling(options: dict[str, Any]) -> None:
-    """Raise BadInput for a value that no model could honour, before one is loaded."""
+    """Raise BadInput, before a model is loaded, for a value that no model could honour."""
     from draftproof.core.params import Sampling
 
     Sampling(**options)
 
 
 def alone_engine(config: EngineConfig, command: str, cache: int) -> Engine:
-    """An engine of one process that does not read beginnings of prompts again, within so many
-    bytes."""
+    """An engine of one process that caches beginnings of prompts in at most `cache` bytes."""
     from draftproof.engine.prefix_cache import PrefixCache
 
     if config.parallel is not None:
@@ -62,7 +61,7 @@ def alone_engine(config: EngineConfig, command: str, cache: int) -> Engine:
 
 
 def must_decode_alone(engine: Engine, command: str) -> Engine:
-    """The engine, if its model needs no encoder: not everything here knows one."""
+    """Return the engine; refuse a model with an encoder, which not all commands support."""
     if engine.target.is_encoder_decoder:
         raise BadInput(
             f"{engine.target.name} is an encoder-decoder, which {command} does not know; "
@@ -73,7 +72,7 @@ def must_decode_alone(engine: Engine, command: str) -> Engine:
 
 @contextmanager
 def main_process_only(config: EngineConfig) -> Iterator[ProcessGroup]:
-    """Only rank 0 writes inside: what every rank would say is said once."""
+    """A block in which only rank 0 prints, so that messages appear once."""
     from draftproof.model.parallel import form_group
 
     group = form_group(config.parallel)
@@ -87,7 +86,7 @@ def main_process_only(config: EngineConfig) -> Iterator[ProcessGroup]:
         except KeyboardInterrupt:
             raise SystemExit(130) from None
         except DraftproofError as error:
-            if isinstance(error, (RankLost, ModelNotFound)):        # these may be this rank's alone
+            if isinstance(error, (RankLost, ModelNotFound)):        # perhaps this rank's alone
                 raise
             raise SystemExit(1) from None
 
@@ -100,7 +99,7 @@ def must_have_folders(*files: Path | None) -> None:
 
 
 def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[str, object]:
-    """The settings a text came from, for JSON: what was asked, what was chosen, the sampling."""
+    """The settings of a text for JSON: the options, the choices made, and the sampling."""
     target, sampling = engine.target, vars(wanted).items()
     return {
         **config.explicit_options(),
@@ -113,7 +112,7 @@ def described(config: EngineConfig, engine: Engine, wanted: Sampling) -> dict[st
 
 
 def lost(engine: Engine) -> list[str]:
-    """What quantising cost and saved, in lines; none if nothing was quantised."""
+    """Lines on the cost and savings of quantising; none if nothing was quantised."""
     target, (kept, plain) = engine.target, engine.target.position_bytes
     lines = [str(target.quantization)] if target.quantization is not None else []
     if target.kv_cache:

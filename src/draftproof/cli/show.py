@@ -1,4 +1,4 @@
-"""What a person sees: coloured text as it comes, tables, figures in one line, and JSON."""
+"""Output for users: coloured text as it is written, tables, figures in one line, and JSON."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def harmless(text: str) -> str:
-    """`text` without control characters: nothing may steer a terminal."""
+    """`text` without control characters, so that it cannot control a terminal."""
     return _CONTROL.sub("\ufffd", text)
 
 
 def one_line(sentence: str) -> str:
-    """A sentence for stderr: harmless, and on one line."""
+    """A sentence for stderr, harmless and on one line."""
     return harmless(" ".join(sentence.split()))
 
 
 def page(stderr: bool = False) -> Console:
-    """Where a command prints; lines keep their length but on a terminal."""
+    """The console of a command; lines are wrapped only on a terminal."""
     made = Console(stderr=stderr, highlight=False)
     made.soft_wrap = not made.is_terminal
     return made
 
 
 def table(title: str | None, first: str, *others: str) -> Table:
-    """A table whose first column is of words, the others of numbers."""
+    """A table with a first column of words and other columns of numbers."""
     made = Table(first, title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for name in others:
         made.add_column(name, justify="right")
@@ -62,23 +62,23 @@ def table(title: str | None, first: str, *others: str) -> Table:
 
 
 def bars(*columns: ProgressColumn) -> Progress:
-    """Progress on stderr, if that is a terminal."""
+    """Progress bars on stderr, if it is a terminal."""
     console = page(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def note(text: str, style: str = "dim") -> None:
-    """One line on stderr; wrapped at words only on a terminal."""
+    """Print a line on stderr, which is wrapped at words only on a terminal."""
     page(stderr=True).print(harmless(text), style=style, markup=False)
 
 
 def status(text: str) -> Status:
-    """While the block runs: `text` and a spinner on stderr, if it is a terminal."""
+    """Show `text` and a spinner while the block runs, if stderr is a terminal."""
     return page(stderr=True).status(text)
 
 
 def print_json(value: object) -> None:
-    """One JSON object on stdout: escaped where stdout's encoding lacks Unicode's characters."""
+    """Print a JSON object on stdout, escaped if stdout's encoding lacks Unicode's characters."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     try:
         is_utf8 = codecs.lookup(encoding).name == "utf-8"
@@ -89,9 +89,9 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def loading(text: str) -> Iterator[Callable[[str], None]]:
-    """While the block runs: on a terminal, what is being done and for how long, on stderr.
+    """Show the current task and its time on stderr while the block runs, if it is a terminal.
 
-    Bars of other libraries appear as part of it, or nowhere. Yields a function that sets the text.
+    Other libraries' bars appear as part of it, or not at all. Yields a function that sets the text.
     """
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeElapsedColumn()
     with bars(*columns) as progress:
@@ -109,21 +109,21 @@ def loading(text: str) -> Iterator[Callable[[str], None]]:
 
 
 class StreamWriter:
-    """Writes a stream of text; accepted draft tokens in green where colours can be seen.
+    """Writes a stream of text, with accepted draft tokens in green where colours are shown.
 
-    On a terminal, control characters show as the replacement character. wrap: break lines of a
-    terminal between words; a word is shown once it is complete.
+    On a terminal, control characters become the replacement character. wrap: break lines of a
+    terminal between words; words are shown when they are complete.
     """
 
     def __init__(self, out: IO[str], *, wrap: bool = False) -> None:
-        self.out, self._open = out, False                       # whether a line is
+        self.out, self._open = out, False                       # whether a line is open
         self._wraps, self._column = wrap and out.isatty(), 0
         self._word: list[tuple[str, str]] = []                  # pieces of the unfinished word
         colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.coloured = out.isatty() and colours
 
     def write(self, pieces: Sequence[tuple[str, str]]) -> None:
-        """Each with who drafted it, or ""."""
+        """Write pieces of text, each with its drafter or ""."""
         for piece, drafter in pieces:
             piece = harmless(piece) if self.out.isatty() else piece
             for part in re.findall(r"\s|\S+", piece) if self._wraps else [piece]:
@@ -140,7 +140,7 @@ class StreamWriter:
         self._column = 0 if text.endswith("\n") else self._column + cell_len(text)
 
     def _end_word(self) -> None:
-        """Show the word that is complete now, on the next line if it does not fit this one."""
+        """Show the completed word, on the next line if it does not fit this one."""
         width = sum(cell_len(text) for text, _ in self._word)
         columns = shutil.get_terminal_size().columns
         if self._word and self._column and self._column + width > columns:
@@ -159,7 +159,7 @@ class StreamWriter:
 
 
 def sum_stats(completions: Sequence[Completion]) -> RoundStats:
-    """Counts of all rows that ran side by side, seconds of the one that ran longest."""
+    """The counts of all rows of a batch, and the seconds of the longest."""
     from draftproof.requests.stats import RoundStats
 
     total = RoundStats()
@@ -177,7 +177,7 @@ def per_token(completions: Sequence[Completion]) -> float:
 
 
 def summary(completions: Sequence[Completion], seconds: float | None = None) -> str:
-    """Tokens, speed, tokens per round, acceptance and where the time went, in one line."""
+    """Tokens, speed, tokens per round, acceptance, and time by part, in one line."""
     stats = sum_stats(completions)
     tokens = sum(len(completion.tokens) for completion in completions)
     total = sum(stats.seconds.values()) if seconds is None else seconds
@@ -193,7 +193,7 @@ def summary(completions: Sequence[Completion], seconds: float | None = None) -> 
 
 
 def lossy_distance(stats: RoundStats) -> None:
-    """After lossy decoding, how far it went, on a line of its own; after exact decoding nothing."""
+    """Print the distance from the target on a line after lossy decoding; nothing otherwise."""
     if stats.distance_per_token is not None:
         distance = f"{stats.distance_per_token:.2f} per token (mean total variation)"
         note(f"lossy: distance from the target's distribution: {distance}", style="yellow")

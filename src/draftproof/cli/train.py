@@ -1,4 +1,4 @@
-"""``draftproof train``: options → a training run, and what is seen of it."""
+"""``draftproof train``: makes a training run from options, and shows its progress."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def train(
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM stops like Ctrl-C, with a sentence."""
+    """Make SIGTERM stop the run like Ctrl-C, with a sentence."""
     def stop(*_: object) -> None:
         raise KeyboardInterrupt("terminated")
 
@@ -129,7 +129,7 @@ def _terminable() -> Iterator[None]:
 
 
 def verdict(out: Path, model: str) -> str:
-    """Whether the heads will pay, by the tokens per round of text that was held out."""
+    """Whether the heads will pay, judged by the tokens per round of held-out text."""
     record = json.loads((out / "training.json").read_text(encoding="utf-8"))
     rate = record["held_out"]["tokens_per_round"]
     so_far = f"On held-out text the heads reach {rate:.2f} tokens per round (1 is plain decoding)"
@@ -141,7 +141,7 @@ def verdict(out: Path, model: str) -> str:
 
 
 class Screen(Progress):
-    """A bar on a terminal, a line per evaluation anywhere. A `training.trainer.Callback`."""
+    """A `training.trainer.Callback`: a bar on a terminal, and a line per evaluation everywhere."""
 
     def __init__(self) -> None:
         details = TextColumn("{task.percentage:3.0f} %{task.fields[details]} ·")
@@ -153,12 +153,12 @@ class Screen(Progress):
         self._titled, self._logged = False, time.monotonic()
 
     def note(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         wide = not self.console.is_terminal
         self.console.print(text, style="dim", markup=False, soft_wrap=wide)
 
     def progress(self, what: str, done: int, of: int, details: str = "") -> None:
-        """One bar at a time, each with its own time left; in a log a line now and then."""
+        """Show one bar at a time, with its remaining time; in a log, an occasional line."""
         details = f" · {details}" if details else ""
         if not self.console.is_terminal and time.monotonic() - self._logged >= LOGGED:
             self._logged = time.monotonic()
@@ -170,14 +170,14 @@ class Screen(Progress):
         self.update(self.task_ids[0], completed=done, total=of, details=details)
 
     def logged(self, log: Sequence[Mapping[str, object]], folder: Path) -> None:
-        """The curves so far: as a picture in the folder, and on a terminal above the bar."""
+        """Draw the curves so far, as a picture in the folder and above the bar on a terminal."""
         plot(log, folder / CURVES)
         if self.console.is_terminal:
             self._curves = as_text(log)
             self.refresh()
 
     def get_renderable(self) -> RenderableType:
-        """The curves, if there are any, and the bar."""
+        """The curves, if any, and the bar."""
         bar = super().get_renderable()
         return Group(Text(self._curves), bar) if self._curves else bar
 
@@ -189,7 +189,7 @@ class Screen(Progress):
             self.console.print(Text(curves))
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """A line of the table: accuracy per step of the head on held-out rows."""
+        """Print a line of the table: accuracy per step of the head on held-out rows."""
         if not self._titled:
             names = "".join(f"{f'{i + 2}. token':>13}" for i in range(len(evaluation.top1)))
             self.note(f"{'step':>7}{'held-out loss':>15}{'tokens/round':>14}{names}   top-1/top-5")
