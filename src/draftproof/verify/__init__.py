@@ -1,1 +1,1 @@
-"""Is it lossless? For us, and for other people's engines."""
+"""Proves whether decoding is lossless, for our engine and for others."""

@@ -1,6 +1,6 @@
 """Section "architectures": every causal language model and encoder–decoder of the installed
-transformers, tiny and random, run exactly or refused. Whole texts are compared, longer than any
-window."""
+transformers, tiny and random, must run exactly or be refused. Whole texts, longer than any window,
+are compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMPTS, NEW_TOKENS = (24, 3, 9), 20
 
 
 class Kind(StrEnum):
-    """What came of an architecture, the worst last: none may be broken; some find no small
+    """The result for an architecture, with the worst last: none may be broken; some have no small
     configuration."""
 
     exact = "exact"
@@ -67,10 +67,10 @@ def prove_architectures(
 def examine(
     name: str, around: Callable[[Target], Target] = lambda target: target
 ) -> tuple[Kind, str]:
-    """Write with a tiny model of this type, plainly and with drafts; compare with its own words.
-    What came of it, and why.
+    """Write with a tiny model of this type, plainly and with drafts, and compare with its own text.
+    Returns the result and its reason.
 
-    around: what stands between the model and the engine, to show that a mistake there is found.
+    around: wraps the model for the engine, to show that a mistake there is found.
     """
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
@@ -84,10 +84,10 @@ def examine(
 def _examined(
     name: str, settings: Mapping[str, object], around: Callable[[Target], Target]
 ) -> tuple[Kind, str]:
-    """What came of one of its variants."""
+    """The result for one of its variants."""
     try:
         model = tiny(name, settings)
-    except Exception as error:                      # a configuration that wants other sizes
+    except Exception as error:                      # a configuration that needs other sizes
         return Kind.unmade, failed(error)
     try:
         target = around(target_of(model))
@@ -98,13 +98,13 @@ def _examined(
     trees = target.reads_trees
     try:
         wrong = _wrong(model, target)
-    except Exception as error:                      # what was not refused has to write
+    except Exception as error:                      # models that are not refused have to write
         wrong = failed(error)
     return Kind.broken if wrong else Kind.exact if trees else Kind.chains, wrong
 
 
 class _Knows(Drafter):
-    """Knows what will be written and says it next to what will not: part of a tree is accepted."""
+    """Drafts trees with the text that will be written and another, so that a part is accepted."""
 
     name, max_draft_tokens = "knows", 7
 
@@ -125,7 +125,7 @@ class _Knows(Drafter):
 
 
 def _wrong(model: PreTrainedModel, target: Target) -> str:
-    """Where plain text differs from the model's own, or drafted text from plain; "" if nowhere."""
+    """The first difference of plain text from the model's own, or of drafted from plain; or ""."""
     inputs = prompts(model, PROMPTS)
     begun = [Engine(target).requests.begun(prompt)[0] for prompt in inputs]
     # without a cache some decoders skip padding, or do not see it
@@ -158,7 +158,7 @@ def _wrong(model: PreTrainedModel, target: Target) -> str:
 def _reference_text(
     model: PreTrainedModel, prompt: Prompt, begun: Sequence[int], never: Collection[int]
 ) -> list[int]:
-    """What the model's own forward says, greedily, without any cache."""
+    """The greedy text of the model's own forward, without any cache."""
     text, encoded = list(begun), dict[str, object]()
     if model.config.is_encoder_decoder:
         encoded = prompt if isinstance(prompt, dict) else {"input_ids": torch.tensor([prompt])}
@@ -171,7 +171,7 @@ def _reference_text(
 
 
 def _parted(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> str:
-    """Where the first text differs, in words."""
+    """The position of the first difference between texts, in words."""
     for number, (text, other) in enumerate(zip(texts, others, strict=True), start=1):
         if at := first_difference(text, other):
             return f"at token {at} of text {number}"

@@ -1,6 +1,6 @@
-"""Audit: does an engine draw from the distribution of its model? If not, how far is it off?
+"""Audit: whether an engine draws from the distribution of its model, and if not, its error.
 
-Short texts are drawn and compared with their exact probabilities by a G-test; see docs/lossless.md.
+The counts of short texts are compared with exact probabilities by a G-test; see docs/lossless.md.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ROWS = 64
 
 
 class Check(NamedTuple):
-    """One test. control: whether the same test fails on samples made wrong on purpose.
+    """One test. control: whether the same test fails on deliberately wrong samples.
 
-    tv: total variation between samples and distribution. detects: the one that so many samples find
-    with probability `POWER`, in any direction.
+    tv: total variation between samples and distribution. detects: the total variation that this
+    number of samples finds with probability `POWER`, in any direction.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Check(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What an examination found. joint: the G-test of whole texts, one of the checks."""
+    """The results of an audit. joint: the G-test of whole texts, one of the checks."""
 
     checks: list[Check]
     joint: Check
@@ -78,9 +78,9 @@ def audit(
 ) -> Audit:  # fmt: skip
     """Draw `samples` continuations of `length` tokens and test them against `distribution`.
 
-    ends: end tokens, which count as one. opaque: tokens after which the probabilities are not
-    known (several share one name). at_once: samples per call. Raises BadInput if nothing
-    can be said.
+    ends: end tokens, which count as one. opaque: tokens after which the probabilities are
+    unknown (several share one name). at_once: samples per call. Raises BadInput if no verdict
+    is possible.
     """
     if not prompt or length < 1 or samples < 200:
         values = f"{len(prompt)} tokens of prompt, a length of {length} and {samples} samples"
@@ -124,7 +124,7 @@ def _masses(
     ends: Sequence[int],
     opaque: frozenset[int],
 ) -> tuple[dict[Text, float], dict[Text, Array]]:
-    """The probability of every text expected 20 times, and what comes after those that go on."""
+    """The probabilities of texts expected 20 times, and of the tokens after unfinished ones."""
     masses: dict[Text, float] = {(): 1.0}
     distributions: dict[Text, Array] = {}
     level: list[Text] = [()]
@@ -133,7 +133,7 @@ def _masses(
         for text, row in zip(above, np.array(rows, float), strict=True):
             if abs(row.sum() - 1) > 1e-4:
                 raise BadInput(f"probabilities after {text} sum to {row.sum():g}, not to 1")
-            if ends:                                            # one end token stands for all
+            if ends:                                            # one end token represents all
                 together = row[list(ends)].sum()
                 row[list(ends)], row[ends[0]] = 0, together
             distributions[text] = row / row.sum()
@@ -147,7 +147,7 @@ def _masses(
 
 
 def _cut(text: Text, length: int, ends: Sequence[int]) -> Text:
-    """A text up to its end or `length`; what goes on after its end is impossible."""
+    """A text up to its end or `length`; a text that continues after its end is impossible."""
     stop = next((place for place, token in enumerate(text) if token in ends), len(text))
     if any(token not in ends for token in text[stop:]):
         return IMPOSSIBLE
@@ -169,7 +169,7 @@ def _cell(text: Text, masses: dict[Text, float], distributions: dict[Text, Array
 
 
 def _tested(name: str, seen: Counter[Text], expected: dict[Text, float], seed: int) -> Check:
-    """The G-test; its control is drawn from the least visible error that it detects."""
+    """Run the G-test; its control is drawn from the smallest error that it detects."""
     cells = sorted(expected.keys() | seen.keys())
     probs = np.array([expected.get(cell, 0.0) for cell in cells])
     test = g_test([seen[cell] for cell in cells], probs, name)
@@ -185,8 +185,8 @@ def _tested(name: str, seen: Counter[Text], expected: dict[Text, float], seed: i
 
 
 def g_test(counts: ArrayLike, probs: ArrayLike, name: str = "") -> Check:
-    """Test `counts` of every outcome against its probability in `probs` (likelihood ratio; cells
-    expected fewer than five times are pooled). p is 0 if something impossible came."""
+    """Test the `counts` of outcomes against their probabilities `probs` (likelihood ratio; cells
+    expected fewer than five times are pooled). p is 0 if an impossible outcome occurs."""
     seen, expected = np.asarray(counts, float), np.asarray(probs, float)
     samples = seen.sum()
     tv = float(np.abs(seen / samples - expected).sum() / 2)
@@ -202,22 +202,22 @@ def g_test(counts: ArrayLike, probs: ArrayLike, name: str = "") -> Check:
 
 
 def detectable(samples: float, cells: int) -> float:
-    """The smallest total variation that a G-test surely finds, whatever its direction: its
-    noncentrality is samples * sum(d^2 / p) >= samples * (2 TV)^2 (Cauchy-Schwarz)."""
+    """The smallest total variation that a G-test finds in every direction: its noncentrality is
+    samples * sum(d^2 / p) >= samples * (2 TV)^2 (Cauchy-Schwarz)."""
     needed = special.chndtrinc(stats.chi2.isf(FALSE_ALARM, cells - 1), cells - 1, 1 - POWER)
     return min(1.0, float(np.sqrt(needed / samples) / 2))
 
 
 def too_equal(same: int, pairs: int, chance: float) -> float:
-    """p-value of so many equal pairs, where independent ones are equal with this probability."""
+    """The p-value of `same` equal pairs if independent ones are equal with probability `chance`."""
     return float(stats.binom.sf(same - 1, pairs, chance))
 
 
 def _repeats(texts: Sequence[Text], at_once: int) -> list[Check]:
-    """Do neighbours, or calls with different seeds, repeat each other more often than by chance?"""
+    """Check whether neighbours, or calls with different seeds, repeat each other too often."""
     equal = sum(count * (count - 1) for count in Counter(texts).values())
     rate = equal / (len(texts) * (len(texts) - 1))
-    if rate > 0.9:                                      # nearly always the same text
+    if rate > 0.9:                                      # almost always the same text
         return []
     later = [place for place in range(at_once, len(texts)) if place // at_once % 2]
     pairs = {
@@ -242,7 +242,7 @@ def _repeats(texts: Sequence[Text], at_once: int) -> list[Check]:
 
 
 def model_distribution(model: PreTrainedModel, sampling: Sampling, prompt: int = 0) -> Distribution:
-    """A model's distribution under a sampling. prompt: tokens that some penalties do not count."""
+    """A model's distribution under a sampling. prompt: tokens that some penalties ignore."""
     params = SamplingParams(sampling, prompt)
 
     @torch.inference_mode()
@@ -270,7 +270,7 @@ def assisted(
         pad_token_id=ends[0] if ends else 0, **{name: getattr(sampling, name) for name in names},
     )
     schedule = {"num_assistant_tokens": tokens, "num_assistant_tokens_schedule": "constant"}
-    model.generation_config = GenerationConfig()            # no default of either checkpoint
+    model.generation_config = GenerationConfig()            # no defaults from either checkpoint
     assistant.generation_config = GenerationConfig(**(schedule if tokens else {}))
 
     def draw(prompt: list[int], n: int, seed: int) -> list[list[int]]:
@@ -284,9 +284,9 @@ def assisted(
 
 
 class Endpoint:
-    """Any server with OpenAI's POST /v1/completions. Prompts go as token ids.
+    """Any server with OpenAI's POST /v1/completions. Prompts are sent as token ids.
 
-    Its tokens are known by their strings; ids with the same string count as one, the first.
+    Its tokens are identified by their strings; ids with the same string count as the first.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class Endpoint:
         self.asked_defaults = False
 
     def merged(self, distribution: Distribution) -> Distribution:
-        """`distribution` with the ids of one string put together."""
+        """`distribution` with the ids of each string combined."""
         count, first = len(self.first), self.first
         return lambda texts: np.stack(
             [
@@ -320,7 +320,7 @@ class Endpoint:
         )
 
     def __call__(self, prompt: list[int], n: int, seed: int) -> list[list[int]]:
-        """`n` texts, in as many requests as the server needs, each with its own seed."""
+        """Draw `n` texts, in as many requests as the server needs, each with its own seed."""
         if not self.asked_defaults:
             self.asked_defaults = True
             self.body |= self._neutral(prompt)
@@ -369,7 +369,7 @@ class Endpoint:
             raise BadInput(f"{self.url} {why}; is a completions server running?") from error
 
     def _tokens(self, choice: dict[str, Any]) -> list[int]:
-        """Token ids of a choice: as given, by the strings of its log-probabilities, or by text."""
+        """Token ids of a choice: as given, from its log-probabilities' strings, or from text."""
         if ids := choice.get("token_ids"):
             return [int(self.first[token]) for token in ids]
         scores = choice.get("logprobs") or {}

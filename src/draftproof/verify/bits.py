@@ -1,7 +1,7 @@
-"""Section "bits": on the model at hand, texts and log-probabilities against plain decoding.
+"""Section "bits": compares a model's texts and log-probabilities with plain decoding.
 
 Rows of every kind share a batch: greedy and sampled, seeds beyond 32 bits, ends at different times.
-Each must be what plain decoding writes for it alone. Where the machine has an exactness class every
+Each must equal the text of plain decoding for it alone. Within the machine's exactness class every
 bit must agree; elsewhere the model's own rounding, measured by transformers alone, must explain
 every difference.
 """
@@ -46,8 +46,8 @@ SLACK = 4.0
 
 
 class Comparison:
-    """Texts held against plain decoding, and what was found. bounds: per text, how far rounding
-    alone may move a logit."""
+    """Compares texts with plain decoding, and holds the results. bounds: per text, how far rounding
+    alone may change a logit."""
 
     def __init__(
         self, engine: Engine, wants: Sequence[Sampling], new_tokens: int,
@@ -56,7 +56,7 @@ class Comparison:
         self.engine, self.target = engine, engine.target
         self.prompts = list(prompts) or _prompts(engine)
         new = min(new_tokens, engine.target.context - max(map(len, self.prompts)))
-        self.asked = [                                      # the rows end at different times
+        self.asked = [                                      # rows end at different times
             replace(wants[row % len(wants)], logprobs=True,
                     max_new_tokens=max(1, new - row * 5 % new))
             for row in range(len(self.prompts))
@@ -73,18 +73,18 @@ class Comparison:
     def write(self, drafter: Drafter, budget: int, rows: int) -> list[Completion]:
         stops = self.engine.stop_tokens
         engine = Engine(self.target, drafter, budget=budget, stop_tokens=stops)
-        if budget:                              # plain decoding reads every prompt again
+        if budget:                              # plain decoding rereads every prompt
             engine.prefixes = self.engine.prefixes
         done = engine.generate(self.prompts, sampling=self.asked, batch_size=rows)
         return [completion.checked() for completion in done]
 
     def compare(self, case: str, drafter: Drafter, budget: int, rows: int, exact: bool) -> None:
-        """Write every text so. exact: not a bit may differ from plain decoding."""
+        """Write every text in this way. exact: no bit may differ from plain decoding."""
         for row, theirs in enumerate(self.write(drafter, budget, rows)):
             self._compare(f"{case}, text {row + 1}", row, theirs, 0 if exact else self.bounds[row])
 
     def _measure(self, prompt: list[int], plain: Completion) -> None:
-        """Compare plain decoding with the model's own forward, by transformers; note rounding."""
+        """Compare plain decoding with the model's own forward in transformers; note rounding."""
         target, text = self.target, [*prompt, *plain.tokens]
         full, step = _full_logits(target, text, len(text)), _full_logits(target, text, 1)
         rounding = torch.finfo(target.dtype).eps * float(full[full.isfinite()].abs().max())
@@ -94,7 +94,7 @@ class Comparison:
         off = _furthest(
             logprobs, torch.tensor(plain.logprobs, dtype=logprobs.dtype, device=logprobs.device)
         )
-        if target.kv_cache is not None:                 # which transformers' own forward has not
+        if target.kv_cache is not None:                 # transformers' own forward lacks it
             noise = max(noise, off)
         elif not off <= 2 * SLACK * noise:
             why = f"off by {off:.2g}, its rounding allows {2 * SLACK * noise:.2g}"
@@ -106,7 +106,7 @@ class Comparison:
         self.noise = max(self.noise, noise)
 
     def _compare(self, case: str, row: int, theirs: Completion, bound: float) -> None:
-        """Hold one text against plain decoding. bound: how far logits may be off."""
+        """Compare one text with plain decoding. bound: the tolerance for logits."""
         ours = self.plain[row]
         pairs = enumerate(zip(ours.tokens, theirs.tokens, strict=False))
         split = next((place for place, (a, b) in pairs if a != b), None)
@@ -126,7 +126,7 @@ class Comparison:
             self._near_tie(case, row, theirs.tokens, split, bound)
 
     def _near_tie(self, case: str, row: int, theirs: list[int], split: int, bound: float) -> None:
-        """Two texts part: rounding can turn what is nearly equal, or it is a failure."""
+        """Judge two diverging texts: a failure unless rounding can swap two nearly equal tokens."""
         prompt, ours, want = self.prompts[row], self.plain[row].tokens, self.asked[row]
         text, target, engine = [*prompt, *ours[:split]], self.target, self.engine
         logits = _full_logits(target, text, len(text))[-1:].to("cpu", target.dtype)
@@ -157,16 +157,16 @@ def prove_bits(
     """Compare the engine's drafter, prompt lookup and plain batches with plain decoding row by row.
 
     exact_nodes: the machine's exactness class (rows x nodes), of chains and trees; None to probe
-    both. wants: how to sample, in turn. prompts: token ids, others than the usual. rows: sizes of
+    both. wants: samplings, in turn. prompts: token ids instead of the default ones. rows: sizes of
     batches. Passes if, inside the class, every token and every bit of every log-probability agrees;
-    outside it, if no difference exceeds the rounding, and a forgotten token does.
+    outside it, if no difference exceeds the rounding, but that of a forgotten token does.
     """
     chains = trees = exact_nodes or 0
     if exact_nodes is None:
         tick(0.0, "probing the machine")
         probed = probe(engine.target, (2, 8), 48) if quick else probe(engine.target)
         chains = trees = probed.exact_nodes
-        if engine.target.reads_trees:               # sums over a branch may round in another order
+        if engine.target.reads_trees:               # sums over branches may round differently
             trees = min(chains, probed.exact_tree_nodes)
     new = new_tokens or (QUICK_NEW_TOKENS if quick else NEW_TOKENS)
     comparison, lookup = Comparison(engine, wants or _usual(seed), new, prompts), PromptLookup()
@@ -207,7 +207,7 @@ def prove_bits(
 
 
 def _prompts(engine: Engine) -> list[list[int]]:
-    """Texts where there is a tokenizer, else numbers that repeat themselves."""
+    """Texts if there is a tokenizer, otherwise repetitive numbers."""
     longest, vocab = max(1, engine.target.context // 2), engine.target.vocab_size
     if engine.codec is not None:
         return [(engine.codec.encode(text) or [0])[-longest:] for text in TEXTS]
@@ -217,7 +217,7 @@ def _prompts(engine: Engine) -> list[list[int]]:
 
 
 def _usual(seed: int) -> list[Sampling]:
-    """Greedy and sampled rows in turn; seeds within and beyond 32 bits."""
+    """Alternate greedy and sampled rows, with seeds within and beyond 32 bits."""
     seeds, temperatures = (seed, seed + (1 << 33), seed + 7, seed - (1 << 40)), (1.0, 0.7, 1.0, 1.3)
     sampled = [Sampling(temperature=temperature, seed=row_seed)
                for temperature, row_seed in zip(temperatures, seeds, strict=True)]

@@ -1,4 +1,4 @@
-"""What is run to prove the engine: tiny models, ways to draft, options, and every combination."""
+"""Cases for proving the engine: tiny models, ways to draft, options, and all combinations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from draftproof.verify.reference import LETTERS, TAGS, Alphabet
 def toy(
     seed: int, vocab: int, layers: int = 1, width: int = 8, dtype: torch.dtype = torch.float64
 ) -> Target:
-    """A tiny random Llama whose logits really depend on the text."""
+    """A tiny random Llama whose logits depend on the whole text."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -44,7 +44,7 @@ def toy(
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).to(dtype).eval()
     for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.data *= 0.2       # every token of the text counts
+        layer.self_attn.q_proj.weight.data *= 0.2       # so that every token of the text counts
     model.config.name_or_path = f"toy {seed}"
     return Target(model)
 
@@ -52,14 +52,14 @@ def toy(
 @cache
 @torch.inference_mode()
 def logits_after(target: Target, text: tuple[int, ...]) -> list[float]:
-    """The logits after a text, by the model's own forward."""
+    """The logits after a text, from the model's own forward."""
     logits: list[float] = target.model(torch.tensor([text])).logits[0, -1].tolist()
     return logits
 
 
 class CharTokenizer(Codec):
-    """A tokenizer for the toys. One shows only with the token after it, like half a
-    character, or one is special and never shown."""
+    """A tokenizer for the toys. One token shows only with the next, like half a character, or
+    one is special and never shown."""
 
     def __init__(self, alphabet: Alphabet = LETTERS) -> None:
         self.alphabet, self.late = alphabet, ""
@@ -82,11 +82,11 @@ class CharTokenizer(Codec):
         return piece
 
 
-TARGET, DRAFT = toy(38, 3), toy(18, 3)        # of middling entropy, 0.6 apart
+TARGET, DRAFT = toy(38, 3), toy(18, 3)        # of medium entropy, 0.6 apart
 
 
 class CaseRequest(NamedTuple):
-    """What one row is asked: how to sample, a prompt, and how many new tokens at most."""
+    """The request of one row: a sampling, a prompt, and the limit of new tokens."""
 
     sampling: Sampling
     prompt: Sequence[int] = (1,)
@@ -94,7 +94,7 @@ class CaseRequest(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """How to draft: the drafter, how many tokens, and how many children a node has, by depth."""
+    """A way to draft: the drafter, the number of tokens, and the children of a node by depth."""
 
     draft: Callable[[], Drafter]
     max_draft_tokens: int
@@ -106,11 +106,11 @@ PLAIN = Setup(Plain, 0)
 
 @dataclass(frozen=True)
 class Case:
-    """An engine and what it is asked; the requests share a batch.
+    """An engine and its requests, which share a batch.
 
     budget: made with the set-up's number of draft tokens. itself: the draft is the target, so every
-    token must be accepted. shapes: closed as on a device, or None.
-    alphabet: what tokens look like.
+    token must be accepted. shapes: a fixed set as on a device, or None.
+    alphabet: the texts of tokens.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Case:
         self, seeds: Sequence[int], n: int, batch_size: int | None = None,
         sampler: type[Sampler] = Sampler,
     ) -> list[Completion]:  # fmt: skip
-        """Every request `n` times, with the seed of its place."""
+        """Run every request `n` times, with a seed by its place."""
         sampling = [
             replace(request.sampling, seed=seed, max_new_tokens=request.limit)
             for request, seed in zip(self.requests, seeds, strict=True)
@@ -175,13 +175,13 @@ PROMPTS = ((1,), (2, 0, 1, 2, 0), (1, 1), (0, 2, 0, 2))
 
 
 def by_model(model: Target, most: int, *children: int, vocab: int = 3) -> Setup:
-    """Drafting with a toy, a chain or a tree with so many children by depth."""
+    """Draft with a toy: a chain, or a tree with these children by depth."""
     shape = TreeShape.branching(children) if children else None
     return Setup(lambda: DraftModel(model, vocab, shape), most, (*children, *(1,) * 8))
 
 
 def setups(draft: Target, vocab: int) -> dict[str, Setup]:
-    """Ways to draft for a target of so many tokens."""
+    """Ways to draft for a target with a vocabulary of this size."""
     drafter = partial(by_model, vocab=vocab)
     return {
         "chain": drafter(draft, 2),
@@ -198,7 +198,7 @@ SETUPS = setups(DRAFT, 3)
 
 
 class Alternating(Budget):
-    """A budget that comes and goes: K, 0, 1, K, ..."""
+    """A budget that changes: K, 0, 1, K, ..."""
 
     def __init__(self, most: int) -> None:
         self.max_draft_tokens, self.rounds = most, 0
@@ -209,7 +209,7 @@ class Alternating(Budget):
 
 
 class Once(Budget):
-    """Drafts in the first round alone: all that can come of a deep draft can be enumerated."""
+    """Drafts only in the first round, so that all outcomes of a deep draft can be enumerated."""
 
     def __init__(self, most: int) -> None:
         self.max_draft_tokens, self.left = most, [most]
@@ -219,7 +219,7 @@ class Once(Budget):
 
 
 def cases(rules: Mapping[str, Rule] = RULES, every: int = 1) -> Iterator[Case]:
-    """Special cases; then rule x set-up x option x end, with limits and prompts in turn."""
+    """Special cases, then rule x set-up x option x end, with limits and prompts in turn."""
     for name, rule in rules.items():
         for words, how, requests, more in _special(rule):
             yield Case(f"{name}: {words}", rule, how, requests, **more)
@@ -227,7 +227,7 @@ def cases(rules: Mapping[str, Rule] = RULES, every: int = 1) -> Iterator[Case]:
     for setup, option, end in itertools.product(SETUPS, OPTIONS, ENDS):
         want = replace(OPTIONS[option], **ENDS[end])
         if setup == "tree of 4" and want.temperature:
-            want = replace(want, top_k=2)                       # or a round has 3 ** 5 ends
+            want = replace(want, top_k=2)                       # otherwise a round has 3 ** 5 ends
         for name, rule in rules.items():
             number = next(numbers)
             if number % every == 0:
@@ -238,7 +238,7 @@ def cases(rules: Mapping[str, Rule] = RULES, every: int = 1) -> Iterator[Case]:
 
 
 def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[CaseRequest], dict[str, Any]]]:
-    """Different requests in one batch, a draft that is the target, a budget that comes and goes."""
+    """Different requests in one batch, a draft that is the target, and a changing budget."""
     free, at_times = Sampling(temperature=1.0), {"budget": Alternating}
     mixed = (
         CaseRequest(Sampling(temperature=1.3, stop_tokens=(0,)), (2, 0, 1)),
@@ -270,7 +270,7 @@ def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[CaseRequest], di
         bound = replace(free, stop_tokens=(2,), processors=(GRAMMARS[grammar],))
         yield f"{name}, {grammar}", SETUPS[name], [CaseRequest(bound, (1, 0))], {}
     yield "stop strings in a special token", SETUPS["chain"], TAGGED, {"alphabet": TAGS}
-    if rule.needs_draft_probs:                  # nodes that shorter drafts have not
+    if rule.needs_draft_probs:                  # nodes that shorter drafts lack
         deep = by_model(toy(22, 2), 6, vocab=2), [CaseRequest(Sampling(temperature=1.2), (1, 0), 7)]
         yield "a chain of 6", *deep, {"target": toy(21, 2), "budget": Once}
     wide = [CaseRequest(Sampling(temperature=1.3, top_k=2), (1, 0), 4)]
@@ -280,7 +280,7 @@ def _special(rule: Rule) -> Iterator[tuple[str, Setup, Sequence[CaseRequest], di
 
 
 def _grammar(allowed: Callable[[Sequence[int]], set[int]]) -> LogitsProcessor:
-    """A user's logits processor that allows only some tokens after a text."""
+    """A user's logits processor that allows only certain tokens after a text."""
     def processor(text: Tensor, scores: Tensor) -> Tensor:
         kept = allowed(text[0].tolist())
         scores[:, [token for token in range(scores.shape[1]) if token not in kept]] = -torch.inf
@@ -297,7 +297,7 @@ GRAMMARS = {
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Tiny tensors are fastest on one thread."""
+    """A block on one thread, which is fastest for tiny tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

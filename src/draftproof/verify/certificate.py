@@ -1,4 +1,4 @@
-"""The certificate of `draftproof prove --html`: verdict, question, one section after the other."""
+"""The certificate of `draftproof prove --html`: verdict, question, and all sections."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ details { margin-top: .6rem; } summary { cursor: pointer; color: var(--soft); }
 
 
 def page(report: Report) -> str:
-    """One page of HTML without scripts, pictures or requests."""
+    """A page of HTML without scripts, pictures or requests."""
     about = report.about
     model, drafter = about.get("model", "the small models that come with it"), about.get("drafter")
     word = "pass" if report.passed else "fail"
@@ -86,7 +86,7 @@ def _section(section: Section) -> str:
 
 
 def _row(name: str, value: object) -> str:
-    """A fact; of a mapping, a table of its own, and nothing where nothing is said."""
+    """A row with a fact, with a nested table for a mapping; empty for an empty value."""
     if value in ("", None, (), [], {}):
         return ""
     if isinstance(value, Mapping):

@@ -1,8 +1,8 @@
-"""Section "configurations": small models that are run in every way that real ones are.
+"""Section "configurations": runs small models in every way that real ones are run.
 
-The comparison of section "bits", where a small vocabulary and short texts do not reach: texts past
-64 and 128 tokens in float32 and bfloat16, drafts and trees of more than 6 tokens, a vocabulary of
-the usual size, 8-bit weights, and prompts whose beginnings are remembered.
+This extends section "bits" beyond small vocabularies and short texts: texts past 64 and 128 tokens
+in float32 and bfloat16, drafts and trees of more than 6 tokens, a vocabulary of the usual size,
+8-bit weights, and prompts with cached beginnings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TREE = TreeShape.branching((3, 2, 1))
 def small_llama(
     vocab: int, dtype: torch.dtype, noise: float = 0.0, quantize: str | None = None
 ) -> Target:
-    """A random Llama of two layers. noise: how far its weights are from those without noise."""
+    """A random Llama of two layers. noise: the size of the noise on its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -60,7 +60,7 @@ def _engine(
     vocab: int, dtype: torch.dtype, shape: TreeShape | None, *, quantize: str | None = None,
     remembers: bool = False,
 ) -> Engine:
-    """A model and a draft model that nearly agrees with it: chains of 8, or trees of 15."""
+    """A model with a draft model that nearly agrees with it, for chains of 8 or trees of 15."""
     draft = DraftModel(small_llama(vocab, dtype, 0.01), vocab, shape)
     target = small_llama(vocab, dtype, quantize=quantize)
     engine = Engine(target, draft, budget=8 if shape is None else len(shape) - 1)
@@ -78,7 +78,7 @@ CONFIGURATIONS: dict[str, Callable[[], Engine]] = {
 
 
 def prompts(vocab: int) -> list[list[int]]:
-    """Prompts of `LENGTHS` tokens that repeat parts of themselves and of each other."""
+    """Prompts of `LENGTHS` tokens that repeat parts of themselves and each other."""
     numbers = torch.Generator().manual_seed(1)
     text = torch.randint(vocab, (40,), generator=numbers).tolist() * 4
     return [text[:length] for length in LENGTHS]
@@ -87,7 +87,7 @@ def prompts(vocab: int) -> list[list[int]]:
 def prove_configurations(
     quick: bool = False, tick: Tick = silent, *, seed: int = 0, names: list[str] | None = None
 ) -> Section:
-    """Compare drafted with plain text in each configuration, or in these; see `prove_bits`."""
+    """Compare drafted with plain text in all or these configurations; see `prove_bits`."""
     chosen = names or list(CONFIGURATIONS)
     figures, failures = dict[str, Any](), list[str]()
     new_tokens = QUICK_NEW_TOKENS if quick else NEW_TOKENS

@@ -1,7 +1,7 @@
-"""Every random outcome of the whole engine enumerated: the exact distribution of its texts.
+"""Enumerates every random outcome of the whole engine: the exact distribution of its texts.
 
-Where the engine would draw a number, the enumeration decides what comes, and multiplies the
-probabilities, in float64: the distribution of the text is known, not estimated.
+Where the engine would draw a number, the enumeration chooses the outcome and multiplies the
+probabilities in float64: the distribution of the text is known, not estimated.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Distribution = dict[End, float]
 
 
 class Outcomes:
-    """The draws of many branches side by side: each follows its plan, then the likeliest outcome.
+    """The draws of many parallel branches: each follows its plan, then the most likely outcome.
 
-    plans: [W, DRAWS] outcomes decided, -1 beyond. mass: [W] what a branch's outcomes cost. others:
-    branches, and plans of outcomes they did not take beyond their own: all else that can happen.
+    plans: [W, DRAWS] planned outcomes, -1 beyond. mass: [W] probabilities of the branches. others:
+    branches, and the plans of outcomes that they did not take: everything else that can happen.
     """
 
     def __init__(self, plans: Tensor) -> None:
@@ -68,11 +68,11 @@ def _ordered(
     outcomes: Outcomes, branches: Tensor, sampler: Sampler, logits: Tensor, paths: Paths,
     children: int,
 ) -> Tensor:  # fmt: skip
-    """[B, N, V] scores whose highest are the tokens that come, in the order they are drawn."""
+    """[B, N, V] scores by which the highest tokens are the outcomes, in the order of draws."""
     scores = sampler.filtered(logits, paths)
     greedy = sampler.greedy_rows[:, 0, 0]
     order = torch.full_like(scores, -torch.inf)
-    for node in range(scores.shape[1]):                         # absent nodes draw nothing
+    for node in range(scores.shape[1]):                         # absent nodes do not draw
         rows = paths.tree.present[:, paths.first + node].nonzero()[:, 0]
         left = scores[rows, node]
         for rank in range(children):                            # without replacement
@@ -89,10 +89,10 @@ def _ordered(
 
 
 def decided(case: Case, outcomes: Outcomes, samples: int) -> type[Sampler]:
-    """Samplers that draw from `outcomes` instead of from the random source.
+    """Make samplers that draw from `outcomes` instead of the random source.
 
-    A row's world is named by its seed (the request) and sample. A drafted node has as many
-    children, and so many draws, as the case's fan says for its depth.
+    A row's branch is identified by its seed (the request) and sample. A drafted node has as many
+    children, and draws, as the case's fan has for its depth.
     """
 
     class EnumeratedSampler(Sampler):
@@ -108,7 +108,7 @@ def decided(case: Case, outcomes: Outcomes, samples: int) -> type[Sampler]:
             return argmax_token(self.ordered(logits, paths, 1))
 
         def gumbel_logits(self, logits: Tensor, paths: Paths, role: Role) -> Tensor:
-            """Drafted tokens, best first; a draft that is chosen takes its likeliest tokens."""
+            """Drafted tokens, best first; a draft without draws takes its most likely tokens."""
             if role is Role.TARGET or self.greedy:
                 return self.filtered(logits, paths)
             depth = int(paths.tree.depths[0, paths.first])
@@ -121,7 +121,7 @@ def decided(case: Case, outcomes: Outcomes, samples: int) -> type[Sampler]:
 
 
 class DecidedChance:
-    """The coins and draws of a rule, from `outcomes`."""
+    """The coins and draws of a rule from `outcomes`."""
 
     def __init__(self, outcomes: Outcomes, branches: Tensor) -> None:
         self.outcomes, self.branches = outcomes, branches
@@ -139,7 +139,7 @@ class DecidedChance:
 
 
 class Enumerated(NamedTuple):
-    """Each request's distribution, outcomes enumerated, and statistics that do not add up."""
+    """Each request's distribution, the number of outcomes, and statistics that do not add up."""
 
     distributions: list[Distribution]
     branches: int
@@ -147,7 +147,7 @@ class Enumerated(NamedTuple):
 
 
 def enumerate_texts(case: Case) -> Enumerated:
-    """Run a case through every outcome there is."""
+    """Run a case through every possible outcome."""
     distributions: list[Distribution] = [defaultdict(float) for _ in case.requests]
     waiting = [torch.full((1, DRAWS), -1, dtype=torch.int64) for _ in case.requests]
     branches = 0
@@ -162,7 +162,7 @@ def enumerate_texts(case: Case) -> Enumerated:
         all_done = case.run(range(len(now)), samples, samples * len(now), sampler)
         for done in all_done:
             if done.sample >= len(now[done.prompt]):
-                continue                                        # only there to fill the batch
+                continue                                        # only fills the batch
             probability = float(outcomes.mass[done.prompt * samples + done.sample])
             end = tuple(done.tokens), done.text, done.finish_reason
             distributions[done.prompt][end] += probability
@@ -178,7 +178,7 @@ def enumerate_texts(case: Case) -> Enumerated:
 
 
 def _counts_right(case: Case, done: Completion) -> bool:
-    """Whether the statistics of a finished row fit what it has written."""
+    """Whether the statistics of a finished row fit its text."""
     stats = done.stats
     return (
         stats.emitted == len(done.tokens) - 1 < case.requests[done.prompt].limit
@@ -192,6 +192,6 @@ T = TypeVar("T")
 
 
 def distance(left: Mapping[T, float], other: Mapping[T, float]) -> float:
-    """Total variation."""
+    """The total variation of two distributions."""
     ends = left.keys() | other.keys()
     return sum(abs(left.get(end, 0.0) - other.get(end, 0.0)) for end in ends) / 2

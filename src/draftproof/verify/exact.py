@@ -1,8 +1,8 @@
-"""Section "distribution": drafts change no distribution, by enumeration on small vocabularies.
+"""Section "distribution": proves by enumeration on small vocabularies that drafts change nothing.
 
-Every case is enumerated with drafts and without; the two distributions must be the same. Without
-drafts it must be the product of the model's own softmaxes, and with every option what plain Python
-says that shares no code with the engine (`reference`).
+Every case is enumerated with and without drafts; the two distributions must be the same. Without
+drafts it must be the product of the model's own softmaxes, and with every option the result of
+plain Python that shares no code with the engine (`reference`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ FREE = CaseRequest(Sampling(temperature=1.0), (2, 1))
 
 
 def examine(case: Case, wanted: Sequence[Distribution] | None = None) -> tuple[float, int, str]:
-    """The largest distance of a case's texts from those `wanted` (None: those of plain decoding),
-    outcomes enumerated, and what is wrong in words."""
+    """The largest distance of a case's distributions from those `wanted` (None: plain decoding's),
+    the number of outcomes, and any error in words."""
     with one_thread():
         wanted = enumerate_texts(case.plain()).distributions if wanted is None else wanted
         result = enumerate_texts(case)
@@ -59,7 +59,7 @@ def examine(case: Case, wanted: Sequence[Distribution] | None = None) -> tuple[f
 
 
 def wrong_draft_probs(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
-    """Rejection told other probabilities than the draft was drawn from (known bug 1)."""
+    """Rejection with other probabilities than the draft was drawn from (known bug 1)."""
     assert tree.draft_probs is not None
     wrong = tree.draft_probs.sqrt()
     wrong = wrong / wrong.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -67,7 +67,7 @@ def wrong_draft_probs(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepte
 
 
 def target_for_residual(tree: TokenTree, probs: Tensor, chance: Chance) -> Accepted:
-    """Rejection that draws from the target where it should draw from the residual (known bug 5)."""
+    """Rejection that draws from the target instead of the residual (known bug 5)."""
     accepted = accept_by_rejection(tree, probs, chance)
     last = accepted.nodes.gather(1, accepted.count[:, None] - 1)
     target_probs = probs.gather(1, last[..., None].expand(-1, 1, probs.shape[-1]))[:, 0]
@@ -84,10 +84,10 @@ CONTROLS = {
 def prove_distribution(
     quick: bool = False, tick: Tick = silent, *, rules: Mapping[str, Rule] = RULES,
 ) -> Section:  # fmt: skip
-    """Examine every rule in the whole engine; another rule can be passed to be proved.
+    """Examine every rule in the whole engine; further rules can be passed.
 
     Passes if no case is further than `EXACT` from plain decoding, plain decoding has the model's
-    own distribution, and every planted mistake is seen.
+    own distribution, and every planted mistake is found.
     """
     chosen = list(cases(rules, every=97 if quick else 1))
     plain = Case("plain decoding", RULES["match"], PLAIN, [FREE])
@@ -123,7 +123,7 @@ def prove_distribution(
 
 
 def plain_cases(quick: bool) -> Iterator[Case]:
-    """Plain decoding with every option and way to end (a few of each, if quick), and with stop
+    """Plain decoding with every option and way to end (if quick, a few of each), and with stop
     strings that begin inside a special token."""
     match = RULES["match"]
     yield Case("special token", match, PLAIN, TAGGED, alphabet=TAGS)
@@ -137,7 +137,7 @@ def plain_cases(quick: bool) -> Iterator[Case]:
 
 
 def by_reference(case: Case) -> list[Distribution]:
-    """What plain Python says of a case without processors of the user's."""
+    """The distributions from plain Python for a case without the user's processors."""
     logits = partial(logits_after, case.target)
     return [
         distribution_of_run(logits, request.prompt, request.sampling, request.limit, case.alphabet)
@@ -146,7 +146,7 @@ def by_reference(case: Case) -> list[Distribution]:
 
 
 def product_of_softmaxes(request: CaseRequest) -> Distribution:
-    """What the target's own forward gives at temperature 1, for each text of so many tokens."""
+    """The distribution of a request's texts from the target's own forward at temperature 1."""
     distribution: Distribution = {}
     for text in itertools.product(range(3), repeat=request.limit):
         places = range(request.limit)

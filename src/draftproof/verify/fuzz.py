@@ -1,7 +1,7 @@
 """Section "fuzz": random models, prompts, drafters, batches, sampling, cancelled runs and threads.
 
-Every row must have the text that plain decoding writes for it alone. A round is made of its seed,
-so that whatever fails can be repeated.
+Every row must have the text that plain decoding writes for it alone. A round is a function of its
+seed, so that failures can be repeated.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ REQUEST_SIZES = (1, 2, 5, 11)
 
 
 class Wanted(NamedTuple):
-    """A prompt, and how it is to be completed."""
+    """A prompt with the options of its completion."""
 
     prompt: Prompt
     sampling: Sampling
 
 
 class Difference(AssertionError):
-    """A row that has another text than plain decoding writes for it alone."""
+    """A row whose text differs from plain decoding of it alone."""
 
 
 def shift_odd(text: Tensor, scores: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def shift_odd(text: Tensor, scores: Tensor) -> Tensor:
 
 
 def requests(dice: random.Random, count: int, vocab: int = 4096) -> list[Wanted]:
-    """Random requests; most options are off most of the time."""
+    """Make random requests, with most options off most of the time."""
 
     def rarely(usual: Any, *others: Any) -> Any:
         return dice.choice(others) if dice.random() < 0.2 else usual
@@ -95,12 +95,12 @@ def requests(dice: random.Random, count: int, vocab: int = 4096) -> list[Wanted]
 
 
 class Fuzzer:
-    """Engines around one target, and plain decoding to compare with.
+    """Engines with one target, and plain decoding for comparison.
 
     Args:
-        model: What they run.
-        drafters: The options of each engine, by a name for reports.
-        options: Those that decide what the target computes: dtype, quantize.
+        model: The target.
+        drafters: The options of each engine, by its name in reports.
+        options: Options on which the target's results depend: dtype, quantize.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Fuzzer:
         }
 
     def round(self, seed: int) -> None:
-        """Ask in a random way.
+        """Run random requests in a random way.
 
         Raises:
-            Difference: A row has another text, or an error came of it.
+            Difference: A row has another text, or an error.
         """
         dice = random.Random(seed)
         name = dice.choice(list(self.engines))
@@ -132,14 +132,14 @@ class Fuzzer:
             raise Difference(f"round {seed}, {name}, {way.__name__}: {error!r}") from error
 
     def _batch(self, dice: random.Random, engine: Engine, wanted: Sequence[Wanted]) -> None:
-        """Side by side, several samples each."""
+        """Run requests in a batch, with several samples each."""
         n, size = dice.choice((1, 1, 2, 3)), dice.choice((None, 1, 2, 4, 16))
         prompts, samplings = zip(*wanted, strict=True)
         for done in engine.generate(list(prompts), sampling=samplings, n=n, batch_size=size):
             self._compare(wanted[done.prompt], done)
 
     def _stream(self, dice: random.Random, engine: Engine, wanted: Sequence[Wanted]) -> None:
-        """Several streams in turn, on one engine."""
+        """Run several streams in turn on one engine."""
         streams = [self._chunks(engine, request) for request in wanted]
         while streams:
             stream = dice.choice(streams)
@@ -157,7 +157,7 @@ class Fuzzer:
                     raise Difference(f"chunks {text!r}, completion {chunk.completion.text!r}")
 
     def _cancel(self, dice: random.Random, engine: Engine, wanted: Sequence[Wanted]) -> None:
-        """Runs that are left half way, and others after them."""
+        """Abandon runs half way, and start others after them."""
         prompts, samplings = [list(column) for column in zip(*wanted, strict=True)]
         queued = engine.read(prompts, sampling=samplings)
         left = engine.new_scheduler(dice.choice((1, 3, 8)), interleave=dice.random() < 0.5)
@@ -176,7 +176,7 @@ class Fuzzer:
         self._batch(dice, engine, wanted[:2])
 
     def _threads(self, dice: random.Random, engine: Engine, wanted: Sequence[Wanted]) -> None:
-        """Two threads on one engine."""
+        """Run two threads on one engine."""
         parts = [(random.Random(dice.random()), part) for part in (wanted, wanted[::-1])]
         with ThreadPoolExecutor(2) as pool:
             for run in [pool.submit(self._batch, rolls, engine, part) for rolls, part in parts]:
@@ -193,8 +193,8 @@ class Fuzzer:
 
 
 def random_model(folder: Path, seed: int) -> Path:
-    """Save a random small model with the embedded model's tokenizer: its family, its sizes and its
-    weights are those of the seed."""
+    """Save a small random model with the embedded model's tokenizer; the seed determines its
+    family, sizes and weights."""
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -229,15 +229,15 @@ def random_model(folder: Path, seed: int) -> Path:
 def prove_fuzz(
     model: str, minutes: float, tick: Tick = silent, *, seed: int = 0, **options: Any
 ) -> Section:
-    """Run random rounds for so many minutes, at least one; passes if no row differs.
+    """Run random rounds for this many minutes, but at least one; passes if no row differs.
 
     Args:
-        model: "demo" takes the embedded model and random small ones in turn; another is fuzzed by
-            itself, with the drafters that any model has.
-        minutes: How long.
-        tick: What shows the progress.
-        seed: Of the first round; the next one has the next number.
-        **options: What the target computes in, as in `load`: dtype, quantize, device.
+        model: "demo" alternates between the embedded model and small random ones; other models are
+            fuzzed alone, with drafters that fit any model.
+        minutes: The duration.
+        tick: Receives the progress.
+        seed: The seed of the first round; later ones count up from it.
+        **options: Options of the target, as in `load`: dtype, quantize, device.
     """
     start, number, rows, models = time.monotonic(), 0, 0, 0
     failures, fuzzer, current = list[str](), None, -1
@@ -266,7 +266,7 @@ def prove_fuzz(
 
 @contextmanager
 def _without_notes() -> Iterator[None]:
-    """Notes on what random requests ask for are of no use."""
+    """Suppress notes on random requests, which are of no use."""
     log = logging.getLogger("draftproof")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -277,7 +277,7 @@ def _without_notes() -> Iterator[None]:
 
 
 def _fuzzer(model: str, which: int, folder: Path, options: dict[str, Any]) -> Fuzzer:
-    """The engines of a round."""
+    """The fuzzer of a round."""
     if model != "demo":
         return Fuzzer(model, FREE, **options)
     if which % 2 == 0:

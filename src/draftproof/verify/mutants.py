@@ -1,6 +1,6 @@
-"""Section "mutants": bugs are planted in a copy of the source, and this proof or a test must fail.
+"""Section "mutants": plants bugs in a copy of the source, where this proof or a test must fail.
 
-The list is that of a checkout, tests/verify/planted_bugs.toml: an installed package has no tests.
+The list is tests/verify/planted_bugs.toml of a checkout: an installed package has no tests.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SOURCE = {".py", ".c", ".h"}
 
 
 class Mutant(NamedTuple):
-    """A bug.
+    """A planted bug.
 
     Attributes:
-        name: What is wrong.
-        file: The file of the package that it is planted in.
-        old: The text that is replaced; it occurs once.
-        new: What it is replaced by.
+        name: A description of the bug.
+        file: The file of the package in which it is planted.
+        old: The text to replace, which occurs once.
+        new: The replacement.
         seen_by: Sections of the quick proof, or tests, that must fail.
     """
 
@@ -45,10 +45,10 @@ class Mutant(NamedTuple):
     seen_by: Sequence[str]
 
     def planted(self) -> str:
-        """The file with the bug.
+        """The text of the file with the bug.
 
         Raises:
-            BadInput: The text is not there, or more than once.
+            BadInput: The text does not occur exactly once.
         """
         source = (PACKAGE / self.file).read_text(encoding="utf-8")
         if source.count(self.old) != 1:
@@ -58,10 +58,10 @@ class Mutant(NamedTuple):
 
 
 def mutants(words: Sequence[str] = ()) -> list[Mutant]:
-    """The list, or the bugs whose names contain one of these words.
+    """All bugs, or those whose names contain one of these words.
 
     Raises:
-        BadInput: There is no list, or nothing in it is named so.
+        BadInput: There is no list, or no bug with such a name.
     """
     if not LIST.exists() or not hasattr(os, "fork"):
         raise BadInput("mutants are run in a checkout of draftproof, on Linux or macOS")
@@ -77,14 +77,14 @@ CRASHED = 70
 
 
 def command_of(watch: str, report: Path) -> list[str]:
-    """What runs a section, which writes a report, or tests."""
+    """The command that runs tests, or a section, which writes a report."""
     if watch.startswith("tests/"):
         return [watch]
     return ["prove", "--quick", "--section", watch, "--json", str(report)]
 
 
 def crashed(report: Path) -> bool:
-    """Whether no section of a report found anything: those that failed ended in an error."""
+    """Whether all failed sections of a report ended in an error, without a finding."""
     sections = json.loads(report.read_text(encoding="utf-8"))["sections"]
     return all(section["verdict"] == BROKE for section in sections if section["failures"])
 
@@ -103,8 +103,7 @@ class Runner:
         )
 
     def run(self, watch: str) -> int:
-        """The exit code of what watches; `CRASHED` if it ended in an error of its own, which is no
-        finding."""
+        """The exit code of a section or test; `CRASHED` for an error, which is no finding."""
         assert self.process.stdin and self.process.stdout
         report = self.folder / "report.json"
         job = {"package": str(self.folder), "command": command_of(watch, report)}
@@ -117,7 +116,7 @@ class Runner:
 
     @contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """The bug is in the copy as long as this lasts."""
+        """Plant a bug in the copy while the block runs."""
         file = self.folder / "draftproof" / mutant.file
         sound = file.read_bytes()
         file.write_text(mutant.planted(), encoding="utf-8")
@@ -132,7 +131,7 @@ class Runner:
 
 
 def _copied(source: str, target: str) -> str:
-    """Copy sources; of weights and libraries make links."""
+    """Copy sources; link weights and libraries."""
     if Path(source).suffix in SOURCE:
         return str(shutil.copy(source, target))
     Path(target).symlink_to(source)
@@ -140,8 +139,8 @@ def _copied(source: str, target: str) -> str:
 
 
 def prove_mutants(tick: Tick = silent, *, words: Sequence[str] = ()) -> Section:
-    """Plant each bug, or those named so. Passes if all that must notice a bug does, and notices
-    nothing without it."""
+    """Plant each bug, or those with these words. Passes if everything in `seen_by` notices the bug,
+    and notices nothing without it."""
     try:
         chosen = mutants(words)
     except BadInput as error:

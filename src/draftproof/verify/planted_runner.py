@@ -1,5 +1,5 @@
 """Runs commands in copies of the package, each in a forked process. A script, not a module: it must
-not import the package itself, but imports once what takes long.
+not import the package itself, but imports slow dependencies once.
 
 Reads lines of JSON, ``{"package": FOLDER, "command": [...]}``, and answers each with an exit code.
 """
@@ -20,7 +20,7 @@ CRASHED = 70
 
 
 def run(package: str, command: list[str]) -> int:
-    """The exit code of tests, if the first word is a file, or of ``draftproof``; both run as by
+    """The exit code of tests, if the first word is a file, or of ``draftproof``; both run as with
     ``python -m``."""
     sys.path.insert(0, package)
     os.environ["PYTHONPATH"] = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
@@ -36,7 +36,7 @@ def run(package: str, command: list[str]) -> int:
 
 
 def main() -> None:
-    """Answer one line after another."""
+    """Answer line after line."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""The proof as a whole: its sections, one after the other."""
+"""The whole proof: its sections, one after the other."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def prove(
     progress: Callable[[str], Tick], mutants: Sequence[str] = (),
     fuzz: Callable[[Tick], Section] | None = None,
 ) -> Iterator[Section]:  # fmt: skip
-    """Run `sections` in turn and yield each as it is done; one that breaks has failed.
+    """Run `sections` in turn and yield each when it is done; one that raises an error has failed.
 
-    engine: loads the model at hand; called only if a section needs it. progress: the `Tick` of each
-    section, by name. mutants: words in the names of those to run, none for all.
+    engine: loads the user's model; called only if a section needs it. progress: the `Tick` of each
+    section by name. mutants: words in the names of those to run; none for all.
     fuzz: runs the section of this name.
     Raises BadInput for an engine that is lossy.
     """

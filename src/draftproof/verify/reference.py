@@ -1,8 +1,8 @@
-"""What decoding means, once more, in plain Python: one text, one token at a time.
+"""The definition of decoding once more, in plain Python: one text, one token at a time.
 
-Imports nothing of draftproof. Written from the definitions of transformers' ``generate`` and of
-OpenAI's penalties, for reading, not for speed. `sampling` is anything with the fields of
-`Sampling`.
+Imports nothing from draftproof. Follows the definitions of transformers' ``generate`` and of
+OpenAI's penalties, and aims at readability, not speed. `sampling` is any object with the fields
+of `Sampling`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ End = tuple[tuple[int, ...], str, str]
 
 
 class Alphabet(NamedTuple):
-    """What tokens look like.
+    """The texts of tokens.
 
     Attributes:
         pieces: The text of each token.
-        late: A token that shows only with the token after it, as half a character would.
-        special: A token whose text is searched for stop strings, and never shown.
+        late: A token that shows only with the next one, like half a character.
+        special: A token whose text is searched for stop strings but never shown.
     """
 
     pieces: Sequence[str]
@@ -39,7 +39,7 @@ TAGS = Alphabet(("a", "b", "<e>"), special=2)
 def distribution_of_run(
     logits: Logits, prompt: Sequence[int], sampling: Any, limit: int, alphabet: Alphabet = LETTERS
 ) -> dict[End, float]:
-    """Every way a run can end, with its probability."""
+    """Every possible end of a run, with its probability."""
     ends: dict[End, float] = {}
     waiting: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while waiting:
@@ -55,7 +55,7 @@ def distribution_of_run(
                     waiting.append((longer, mass * prob))
                 else:
                     ends[end] = ends.get(end, 0.0) + mass * prob
-        if all(math.isnan(prob) for prob in probs):                     # nothing may be chosen
+        if all(math.isnan(prob) for prob in probs):                     # no token is allowed
             end = (new, _shown(_characters(new, True, alphabet)), "error")
             ends[end] = ends.get(end, 0.0) + mass
     return ends
@@ -113,7 +113,7 @@ def penalised(scores: Scores, text: list[int], prompt_length: int, sampling: Any
 
 
 def softmax(scores: Sequence[float]) -> Scores:
-    """Probabilities; NaN where nothing may be chosen."""
+    """Probabilities; NaN if no token is allowed."""
     best = max(scores)
     if best == -math.inf:
         return [math.nan] * len(scores)
@@ -124,7 +124,7 @@ def softmax(scores: Sequence[float]) -> Scores:
 def _characters(
     tokens: Sequence[int], ended: bool, alphabet: Alphabet
 ) -> list[tuple[str, bool]]:
-    """The characters of `tokens`, and whether each is shown; without a last token that waits."""
+    """The characters of `tokens`, and whether each is shown, without a pending last token."""
     waits = not ended and tokens and tokens[-1] == alphabet.late
     return [
         (character, token != alphabet.special)
@@ -139,7 +139,7 @@ def _shown(characters: Sequence[tuple[str, bool]]) -> str:
 def _end_of(
     tokens: tuple[int, ...], sampling: Any, limit: int, alphabet: Alphabet
 ) -> End | None:
-    """How the run ended if it ended with its last token."""
+    """How the run ended, if it ended with its last token."""
     ends = sampling.stop_tokens or ()
     cut = _cut(_characters(tokens, False, alphabet), sampling.stop)
     if cut is not None:
@@ -155,7 +155,7 @@ def _end_of(
 def _cut(
     characters: list[tuple[str, bool]], stops: Sequence[str]
 ) -> list[tuple[str, bool]] | None:
-    """The characters before the earliest stop string; None without one."""
+    """The characters before the earliest stop string; None if there is none."""
     text = "".join(character for character, _ in characters)
     places = [text.index(stop) for stop in stops if stop in text]
     return characters[: min(places)] if places else None

@@ -1,4 +1,4 @@
-"""What a proof found: sections with verdicts, as JSON and as one page of HTML."""
+"""The results of a proof: sections with verdicts, as JSON and as a page of HTML."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def failed(error: Exception) -> str:
 @dataclass(frozen=True)
 class Section:
     """One examination. verdict: one sentence with the figures. failures: one sentence each, none if
-    it passed. figures: plain values, among them every tolerance and every negative control."""
+    it passed. figures: plain values, including all tolerances and negative controls."""
 
     name: str
     verdict: str

@@ -1,8 +1,8 @@
-"""Section "sampling": whole texts through the real engine and its real noise, audited.
+"""Section "sampling": audits whole texts of the real engine with its real noise.
 
-Enumeration cannot see two draws that share a random number; counting can. The engine passes the
-audit that other people's engines get. At a temperature where all tokens are equally likely the text
-*is* the noise, by the kernels at hand too: it may not repeat itself.
+Enumeration cannot see two draws that share a random number; counting can. The engine has to pass
+the audit for other engines. At a temperature where all tokens are equally likely the text *is* the
+noise, also from the machine's kernels: it must not repeat itself.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ DEPTHS = (
 
 
 def trial(words: str) -> Case:
-    """The case that a line of `TRIALS` names."""
+    """The case for a line of `TRIALS`."""
     rule, setup, want = words.split("; ")
     return Case(words, RULES[rule], SETUPS[setup], [CaseRequest(WANTS[want], (3,), 4)], OURS)
 
@@ -70,7 +70,7 @@ def trial(words: str) -> Case:
 def audited(
     case: Case, samples: int, seed: int, sampler: type[Sampler] = Sampler
 ) -> Audit:  # fmt: skip
-    """The texts of a case with one request, against the model's own distribution."""
+    """Audit the texts of a case with one request against the model's own distribution."""
     (request,) = case.requests
 
     def draw(prompt: list[int], n: int, seed: int) -> list[list[int]]:
@@ -85,14 +85,14 @@ def audited(
 
 
 class SharedNoise(Sampler):
-    """A planted mistake: the token that replaces a rejected one is drawn with the draft's noise."""
+    """A planted mistake: the replacement of a rejected token is drawn with the draft's noise."""
 
     def streams(self, role: Role, position: Tensor, origin: Tensor | None = None) -> Tensor:
         return super().streams(Role.DRAFT if role is Role.RECOVER else role, position, origin)
 
 
 def noise_texts(rule: str, drafted: int, dtype: torch.dtype, seeds: Sequence[int]) -> Tensor:
-    """[len(seeds), TEXTS, TOKENS] texts where all tokens are equally likely, drafted so."""
+    """[len(seeds), TEXTS, TOKENS] texts, drafted by this rule, of equally likely tokens."""
     flat = toy(1, WIDE, 1, 32, dtype)
     draft = DraftModel(flat, WIDE) if drafted else None
     engine = Engine(flat, draft, acceptance=rule, budget=drafted)
@@ -102,8 +102,8 @@ def noise_texts(rule: str, drafted: int, dtype: torch.dtype, seeds: Sequence[int
 
 
 def noise_tests(seed: int) -> Iterator[tuple[str, float]]:
-    """p-values that the noise of each rule is even and repeats nowhere: not at a later position,
-    not in another sample, not under another seed, even one that differs only beyond 32 bits."""
+    """p-values for uniform noise of each rule without repetition: at a later position, in another
+    sample, or under another seed, even one that differs only beyond 32 bits."""
     seeds = (seed, seed + 1, seed + (1 << 32), seed + (1 << 45))
     plain: list[Tensor] = []
     for rule, drafted in (("match", 0), ("rejection", 3), ("block", 2)):
@@ -126,7 +126,7 @@ def _equal(left: Tensor, other: Tensor) -> float:
 
 
 def draws_used_twice(rule: str, seed: int) -> int:
-    """How many random streams a run with drawn drafts requests for more than once."""
+    """The number of random streams that a run with drawn drafts uses more than once."""
     drawn: list[Tensor] = []
 
     class Recorded(Sampler):
@@ -151,10 +151,10 @@ def prove_sampling(
     quick: bool = False, tick: Tick = silent, *, seed: int = 0, sequences: int | None = None,
     cases: Sequence[Case] | None = None,
 ) -> Section:  # fmt: skip
-    """Audit the engine, examine the noise, and run a planted mistake through the same audit.
+    """Audit the engine, examine the noise, and audit a planted mistake in the same way.
 
-    cases: others than `TRIALS`. Passes if no audit finds a bias, no random number is used twice,
-    and the planted mistake is found.
+    cases: replacements for `TRIALS`. Passes if no audit finds a bias, no random number is used
+    twice, and the planted mistake is found.
     """
     count = sequences or (QUICK_SEQUENCES if quick else SEQUENCES)
     chosen = cases or [trial(words) for words in (TRIALS[:8] if quick else TRIALS)]

@@ -1,5 +1,5 @@
-"""A tiny random model of any type, with every kind of layer that its published checkpoints have and
-every threshold on length so small that a short text crosses it."""
+"""A tiny random model of any type, with every kind of layer in its published checkpoints, and with
+all thresholds on length so small that a short text crosses them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ DOTS_3 = {
 QWEN_4 = {"indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
           "indexer_compress_ratio": 4}
 USED_WINDOWS = {**WINDOWS, "use_sliding_window": True, "max_window_layers": 0}
-PAD, DECODER = {"pad_token_id": 0}, {"is_decoder": True}    # an encoder is causal if made a decoder
+PAD, DECODER = {"pad_token_id": 0}, {"is_decoder": True}    # an encoder is causal as a decoder
 ENDS = {**PAD, "eos_token_id": 2, "init_std": 0.3, "decoder_layers": 2}
 T5 = {**PAD, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2}
 SPEECH = {**ENDS, "max_source_positions": 40, "max_target_positions": 64}
@@ -114,7 +114,7 @@ OF_ONE: dict[str, tuple[Mapping[str, object], ...]] = {
         {"layer_types": [FULL, "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"]},
     ),
     "modernbert-decoder": (PAD,),
-    "moshi": ({"sliding_window": CONTEXT},),        # its cache crops what its forward sees
+    "moshi": ({"sliding_window": CONTEXT},),        # its cache crops what the forward sees
     "musicgen": ({"decoder": PAD},),
     "nemotron_h": ({"layers_block_type": [LINEAR, "moe", FULL, LINEAR]},),
     "nllb-moe": ({**ENDS, "encoder_sparse_step": 2, "decoder_sparse_step": 2},),
@@ -139,12 +139,12 @@ LARGE = 3e7
 
 
 def variants(name: str) -> tuple[Mapping[str, object], ...]:
-    """The kinds of checkpoints that there are of a type, by what they are configured with."""
+    """The kinds of checkpoints of a type, as settings of their configurations."""
     return OF_ONE.get(name, ({},))
 
 
 def encoder_decoders() -> dict[str, Any]:
-    """The model types of encoder-decoders that write text, and what loads each."""
+    """The model types of encoder-decoders that write text, and the classes that load them."""
     return {
         kind.model_type: loads for loads in (AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM)
         for kind in loads._model_mapping if getattr(kind, "is_encoder_decoder", False)
@@ -152,8 +152,8 @@ def encoder_decoders() -> dict[str, Any]:
 
 
 def architectures() -> dict[str, Any]:
-    """The model types that transformers has a model for that writes, and what loads each: an
-    encoder-decoder whole, not its decoder alone."""
+    """The model types that write text in transformers, and the classes that load them: whole
+    encoder-decoders, not only their decoders."""
     alone = {kind.model_type: AutoModelForCausalLM for kind in AutoModelForCausalLM._model_mapping}
     return dict(sorted((alone | encoder_decoders()).items()))
 
@@ -178,7 +178,7 @@ def tiny(name: str, settings: Mapping[str, object] | None = None) -> PreTrainedM
 
 
 def prompts(model: PreTrainedModel, sizes: Sequence[int]) -> list[Any]:
-    """Random prompts of such sizes: token ids, or what the encoder of this model reads."""
+    """Random prompts of these sizes: token ids, or inputs for this model's encoder."""
     dice, config = torch.Generator().manual_seed(1), model.config
     if model.main_input_name == "input_ids" or not config.is_encoder_decoder:
         return [torch.randint(2, VOCAB, (size,), generator=dice).tolist() for size in sizes]
@@ -197,12 +197,12 @@ def prompts(model: PreTrainedModel, sizes: Sequence[int]) -> list[Any]:
 
 
 def _config(kind: Any, settings: Mapping[str, Any]) -> Any:
-    """A small configuration: by all of `SIZES` that this kind knows, or all but one, and so those
-    that it is made of."""
+    """A small configuration, with all `SIZES` that this kind has, or all but one, also in nested
+    configurations."""
     usual = kind()
     known = {*usual.to_dict(), *kind.attribute_map, *inspect.signature(kind.__init__).parameters}
     sizes = {key: size for key, size in SIZES.items() if key in known or hasattr(usual, key)}
-    if "kv_lora_rank" in known:              # compressed keys have as many heads as queries
+    if "kv_lora_rank" in known:              # compressed keys need as many heads as queries
         sizes["num_key_value_heads"] = HEADS
     sizes |= settings
     for part in getattr(kind, "sub_configs", {}):
@@ -213,6 +213,6 @@ def _config(kind: Any, settings: Mapping[str, Any]) -> Any:
     for unwanted in (None, *sizes):
         try:
             return kind(**{key: value for key, value in sizes.items() if key != unwanted})
-        except Exception as raised:                 # validators of all kinds
+        except Exception as raised:                 # validators raise errors of any class
             errors.append(raised)
     raise errors[0]

@@ -1,4 +1,4 @@
-"""A sampler of a user's own for `draftproof audit --python`."""
+"""Loads a user's sampler for `draftproof audit --python`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftproof.verify.audit import Draw
 
 
 def from_module(name: str) -> Draw:
-    """The function ``module:attribute``; modules of the working directory are found."""
+    """The function ``module:attribute``; modules may be in the working directory."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         sampler: Any = pkgutil.resolve_name(name)
