@@ -1,1 +1,1 @@
-"""Training draft heads: texts in, a folder with weights, figures and provenance out."""
+"""Trains draft heads on texts, and writes folders with weights, figures and provenance."""

@@ -1,4 +1,4 @@
-"""How to train: options of Python and of the command line in one place. Imports no torch."""
+"""Options of training, for Python and for the command line. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DRAFTED = 8192
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train; steps, if they are given, say how long, else epochs."""
+    """Options of training; its length is given by steps, or else by epochs."""
 
     steps: int | None = _loop_option(
         None, "Number of steps. Default: as many as the epochs have.", metavar="N", type=_number)
@@ -55,16 +55,16 @@ class TrainConfig:
             raise BadInput(f"objective was {self.objective!r}; choose ce or kl")
 
     def for_target(self, hidden_size: int, context: int, vocab_size: int) -> TrainConfig:
-        """With a length, a draft vocabulary, and a rate: the published 0.001 for a width of 4096
-        and steps of 32 rows, more for less width, less by the root for fewer rows.
+        """Fill in a length, a draft vocabulary, and a rate: the published 0.001 for a width of 4096
+        and 32 rows per step, higher for smaller widths, lower by the square root for fewer rows.
 
         Args:
-            hidden_size: Width of the target.
-            context: Positions that it knows.
-            vocab_size: Tokens that it knows.
+            hidden_size: The target's hidden size.
+            context: The number of positions that it supports.
+            vocab_size: The size of its vocabulary.
 
         Returns:
-            The configuration without open questions.
+            The configuration with all fields set.
         """
         few = self.draft_vocab
         usual = min(8e-3, 1e-3 * (4096 / hidden_size) ** 0.5) * min(1, self.batch / 32) ** 0.5
@@ -74,12 +74,11 @@ class TrainConfig:
                        length=self.length or min(512, context))  # fmt: skip
 
     def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate at a step: the highest after a tenth of them, then falling as a
-        cosine.
+        """The learning rate at a step: highest after a tenth of them, then falling as a cosine.
 
         Args:
             step: The step, from 0.
-            steps: How many there are.
+            steps: The number of steps.
 
         Returns:
             The learning rate.
@@ -92,7 +91,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class SelfGenerateConfig:
-    """Let the target write the training text. file: None is the head's own folder."""
+    """Options for training text that the target writes. file: None is the head's own folder."""
 
     tokens: int = _text_option(1_000_000, "Number of tokens to generate.", metavar="N", type=int)
     temperatures: Sequence[float] = _text_option(
@@ -114,10 +113,10 @@ class SelfGenerateConfig:
 
 @dataclass(frozen=True)
 class TrainRun:
-    """What to train, on what, and where it goes.
+    """The head to train, its data, and its folder.
 
     head_config: numbers that describe the head, for its card. self_generate: the target writes the
-    text. joint: the backbone learns, too (Medusa-2).
+    text. joint: the backbone is trained, too (Medusa-2).
     """
 
     model: str
@@ -135,13 +134,13 @@ class TrainRun:
             raise BadInput("training the backbone needs another package: pip install peft")
 
     def settings(self, config: TrainConfig) -> dict[str, Any]:
-        """All that decides the result but the weights; `config` as it is for the target.
+        """Everything that determines the result, except the weights.
 
         Args:
-            config: The configuration as it is for the target.
+            config: The configuration for the target.
 
         Returns:
-            By name, as JSON.
+            The settings by name, as JSON.
         """
         writer, writes = self.self_generate, None
         if writer is not None:

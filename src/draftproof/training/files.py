@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and places where only one process writes."""
+"""Writes files atomically, and locks places so that only one process writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftproof.errors import BadInput, first_line
 
 @contextmanager
 def file_lock(place: Path) -> Iterator[None]:
-    """Nobody else writes this folder or file meanwhile. Raises BadInput if another process does."""
+    """Lock a folder or file for writing. Raises BadInput if another process has locked it."""
     name = place / ".lock" if place.is_dir() else place.with_name(f".{place.name}.lock")
     try:
         with FileLock(name, timeout=0):
@@ -29,7 +29,7 @@ def file_lock(place: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """A name to write to, that takes the file's place at the end: a crash leaves the old one.
+    """Yield a name to write to, which replaces the file at the end: a crash leaves the old one.
 
     Raises BadInput if it cannot be written."""
     from draftproof.drafters.weight_files import BROKEN  # imports torch; `file_lock` needs none
@@ -39,16 +39,16 @@ def atomic_write(file: Path) -> Iterator[Path]:
         yield part
         part.replace(file)
     except BROKEN as error:
-        part.unlink(missing_ok=True)            # it takes the room that the next start needs
+        part.unlink(missing_ok=True)            # it takes space that the next start needs
         reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        if "enforce fail" in str(error):        # PyTorch's words for a file that was cut off
+        if "enforce fail" in str(error):        # PyTorch's message for a truncated file
             reason = "a part of it was not written"
         why = f"{file} cannot be written ({reason})"
         raise BadInput(f"{why}; is the disk full? The same command goes on from what is") from error
 
 
 def same_settings(place: Path, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-    """Raise BadInput, naming the first difference, if a place was begun with other settings."""
+    """Raise BadInput, with the first difference, if a place was started with other settings."""
     now = json.loads(json.dumps(now))
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):

@@ -1,4 +1,4 @@
-"""Training a draft head for a frozen target: Medusa-1 and ReDrafter."""
+"""Trains a draft head for a frozen target: Medusa-1 and ReDrafter."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FITTED = 100_000
 
 
 class Evaluation(NamedTuple):
-    """How good a head is on held-out rows, by its steps; backbone_kl: nats per token by which a
-    backbone that learnt along differs from what it was."""
+    """The quality of a head on held-out rows, by its steps; backbone_kl: nats per token between a
+    jointly trained backbone and the original."""
 
     loss: float
     top1: list[float]
@@ -35,10 +35,10 @@ class Evaluation(NamedTuple):
 
 
 class FrozenTarget:
-    """What is trained: the head learns, the target only reads.
+    """Trains the head; the target only reads.
 
-    The head computes in bfloat16 where the target does, on weights kept in float32. reader: the
-    target in fewer bits, to read texts with; None: itself.
+    The head computes in bfloat16 if the target does, with weights in float32. reader: the target in
+    fewer bits, for reading texts; None: the target itself.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class FrozenTarget:
 
     @torch.no_grad()
     def begin(self, batches: Batches, progress: Callable[[int, int], None]) -> None:
-        """Let the head solve for its first weights, if it can.
+        """Let the head solve for its initial weights, if it can.
 
-        progress: receives how many batches were read, and of how many."""
+        progress: receives the number of batches read, and the total."""
         sample = batches.sample(FITTED)
 
         def features() -> Iterator[Features]:
@@ -64,7 +64,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def features(self, batch: Batch) -> Features:
-        """What the target makes of a batch. A CPU reads row by row and keeps the hidden states."""
+        """The target's features of a batch. A CPU reads row by row and keeps the hidden states."""
         logits = self.objective != "ce"
         if logits or self.target.device.type != "cpu":
             return read(self.reader, batch, self.head, logits)
@@ -84,16 +84,16 @@ class FrozenTarget:
         return hidden
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """What to optimise: "params", and perhaps a "factor" of the learning rate."""
+        """The parameters to optimise: "params", and optionally a "factor" of the learning rate."""
         return [{"params": list(trained(self.head).values())}]
 
     def backward(self, batch: Batch) -> Tensor:
-        """Add the gradient of the loss, and return that."""
+        """Add the gradient of the loss, and return the loss."""
         return backward(self.head, self.features(batch), self.target, self.objective)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
-        """Loss and accuracy on batches that were not trained on."""
+        """Loss and accuracy on held-out batches."""
         loss, size = 0.0, sum(batch.loss_tokens for batch in batches)
         scores = torch.zeros(4, self.head.steps, dtype=torch.float64)
         for batch in batches:
@@ -113,20 +113,20 @@ class FrozenTarget:
 
 
 def read(target: Target, batch: Batch, head: DraftHead, logits: bool) -> Features:
-    """The target's hidden states of a batch, and its logits if asked for."""
+    """The target's hidden states of a batch, with logits if requested."""
     tokens, weights = batch.tokens.to(target.device), batch.weights.to(target.device)
     return target.features(tokens, weights, hidden_layers=head.hidden_layers, logits=logits)
 
 
 def trained(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The weights that training changes."""
+    """The trainable weights."""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 def backward(
     head: DraftHead, features: Features, target: Target, objective: str, share: float = 1.0
 ) -> Tensor:
-    """Add the gradient of `share` times the loss, and return that; a few rows at a time."""
+    """Add the gradient of `share` times the loss, a few rows at a time, and return that loss."""
     total = torch.zeros((), dtype=torch.float32, device=target.device)
     for part, weight in slices(features, head, target):
         with autocast(target):
@@ -139,8 +139,8 @@ def backward(
 def slices(
     features: Features, head: DraftHead, target: Target
 ) -> Iterator[tuple[Features, float]]:
-    """A few rows at a time, in the dtype the head computes with, and their share of the loss;
-    without the tokens before and after what is in it that no step of the head needs."""
+    """Slices of a few rows in the head's dtype, with their share of the loss, without tokens before
+    and after those in the loss that no step of the head needs."""
     dtype = features.hidden.dtype if _half(target) else next(head.parameters()).dtype
     hidden = features.hidden.to(dtype)
     memory = CACHED if target.device.type == "cpu" else MEMORY
@@ -158,7 +158,7 @@ def slices(
 
 
 def autocast(target: Target) -> torch.autocast:
-    """bfloat16 arithmetic on float32 weights where the target is in half precision."""
+    """bfloat16 arithmetic on float32 weights if the target is in half precision."""
     half = _half(target)
     return torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=half)
 

@@ -1,7 +1,7 @@
-"""Medusa-2: heads and backbone learn together (arXiv 2401.10774, section 2.2.2). Knows peft.
+"""Medusa-2: trains heads and backbone together (arXiv 2401.10774, section 2.2.2). Knows peft.
 
-The backbone learns through low-rank adapters, distilled from itself with the adapters off. It
-becomes another model, with respect to which decoding is lossless afterwards.
+The backbone is trained through low-rank adapters, distilled from itself without the adapters. It
+becomes another model, for which decoding is lossless afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADS_WEIGHT = 0.2
 
 
 class HeadsAndBackbone(FrozenTarget):
-    """A head and, with adapters in it, the target's own model, which is not frozen any more."""
+    """A head and the target's own model, which is no longer frozen but has adapters."""
 
     def __init__(self, head: DraftHead, target: Target, objective: str) -> None:
         super().__init__(head, target, objective)
@@ -45,7 +45,7 @@ class HeadsAndBackbone(FrozenTarget):
         return [*super().param_groups(), {"params": backbone, "factor": BACKBONE_RATE}]
 
     def backward(self, batch: Batch) -> Tensor:
-        """The heads' gradient stops at the hidden states, and goes on with the backbone's own."""
+        """The heads' gradient stops at the hidden states; the backbone adds its own from there."""
         teacher = self._original_logits(batch)
         _set_dropout(self.adapted, True)
         with autocast(self.target):
@@ -61,7 +61,7 @@ class HeadsAndBackbone(FrozenTarget):
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluation:
-        """The heads, and how far the backbone is from what it was."""
+        """Evaluate the heads, and the distance of the backbone from the original."""
         kl, size = 0.0, sum(batch.loss_tokens for batch in batches)
         for batch in batches:
             with autocast(self.target):
@@ -80,17 +80,17 @@ class HeadsAndBackbone(FrozenTarget):
             module.load_state_dict(part, strict=False)
 
     def merged(self) -> PreTrainedModel:
-        """The new model, adapters folded into its weights."""
+        """The new model, with the adapters merged into its weights."""
         merged: PreTrainedModel = self.adapted.merge_and_unload()
         return merged.eval()
 
     def features(self, batch: Batch) -> Features:
-        """With gradients, where they are on."""
+        """The features of a batch, with gradients if these are enabled."""
         return read(self.target, batch, self.head, logits=True)
 
     @torch.no_grad()
     def _original_logits(self, batch: Batch) -> Tensor:
-        """[B, S, V] of the target before it learnt anything."""
+        """[B, S, V] the logits of the target before training."""
         with self.adapted.disable_adapter(), autocast(self.target):
             return _logits(self.features(batch))
 
@@ -101,14 +101,14 @@ def _logits(features: Features) -> Tensor:
 
 
 def _kl(features: Features, teacher: Tensor) -> Tensor:
-    """KL(teacher || now), the mean over the tokens in the loss."""
+    """The mean KL(teacher || now) over the tokens in the loss."""
     before, now = (x[:, :-1].float().log_softmax(-1) for x in (teacher, _logits(features)))
     losses, weights = (before.exp() * (before - now)).sum(-1), features.weights[:, 1:]
     return (losses * weights).sum() / weights.sum().clamp(min=1e-6)
 
 
 def _adapted(model: PreTrainedModel) -> PeftModel:
-    """The model with fresh adapters in it, always the same ones, and all else frozen."""
+    """Add fresh adapters to the model, always the same ones, and freeze everything else."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def _adapted(model: PreTrainedModel) -> PeftModel:
 
 
 def _set_dropout(adapted: PeftModel, on: bool) -> None:
-    """The adapters' dropout alone; the backbone's own layers stay as they decode."""
+    """Switch the adapters' dropout alone; the backbone's layers stay in evaluation mode."""
     for name, module in adapted.named_modules():
         if name.endswith("lora_dropout.default"):
             module.train(on)

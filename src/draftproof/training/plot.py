@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]
 
 
 def held_out(log: Sequence[Row], name: str) -> Points:
-    """A figure of every evaluation, by step."""
+    """A figure from every evaluation, by step."""
     return [(row["step"], row["held_out"][name]) for row in log if "held_out" in row]
 
 
@@ -33,11 +33,11 @@ def smoothed(log: Sequence[Row]) -> Points:
 
 
 def plot(log: Sequence[Row], file: Path) -> None:
-    """Draw the curves of a run; without matplotlib nothing is drawn.
+    """Draw the curves of a run, if matplotlib is installed.
 
     Args:
         log: Lines of log.jsonl.
-        file: Where the picture is written; its suffix names the format.
+        file: The file of the picture, whose suffix determines the format.
     """
     if not can_plot() or not any("held_out" in row for row in log):
         return
@@ -77,10 +77,10 @@ def as_text(log: Sequence[Row], height: int = 6) -> str:
 
 
 def columns_of(title: str, points: Points, height: int) -> list[str]:
-    """A chart of columns, with its highest and lowest value on the left and its steps below.
+    """A chart of columns, with the highest and lowest value on the left and the steps below.
 
     Returns:
-        A line for the title, `height` lines, and one for the steps; nothing of fewer than two
+        A line for the title, `height` lines, and one for the steps; empty for fewer than two
         points.
     """
     points = points[-SHOWN:]

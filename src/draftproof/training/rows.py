@@ -1,6 +1,6 @@
-"""Rows of tokens with a loss mask, and the batches they make. Knows documents and a tokenizer.
+"""Rows of tokens with a loss mask, and batches of them. Knows documents and a tokenizer.
 
-Which rows make which batch is a function of (seed, step): a resumed run sees the same ones.
+The rows of a batch are a function of (seed, step): a resumed run has the same batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPENING = 64
 
 
 class Example(NamedTuple):
-    """Tokens, and which of them to learn to predict (the loss mask)."""
+    """Tokens, and the mask of those to predict (the loss mask)."""
 
     tokens: list[int]
     mask: list[bool]
@@ -32,7 +32,7 @@ class Example(NamedTuple):
 class Batch(NamedTuple):
     """Rows padded on the right: tokens [B, S] int64, weights [B, S] float32 (the loss mask).
 
-    rows: their numbers. sizes: their tokens without the padding.
+    rows: their indices. sizes: their numbers of tokens without padding.
     """
 
     tokens: Tensor
@@ -46,9 +46,9 @@ class Batch(NamedTuple):
 
 
 class Rows:
-    """Many short texts, cut at `length`: the tokens of each, and which of them are in the loss.
+    """Many short texts, cut at `length`: the tokens of each, with the loss mask.
 
-    Of each the first two are given: a head reads a token and predicts the next but one.
+    The first two of each are given: a head reads a token and predicts the one after the next.
     """
 
     def __init__(self, examples: Iterable[Example], length: int) -> None:
@@ -66,17 +66,17 @@ class Rows:
 
     @property
     def loss_token_ids(self) -> Tensor:
-        """The tokens in the loss, of all rows."""
+        """The tokens in the loss from all rows."""
         return torch.cat([row[mask] for row, mask in self.rows])
 
     def most_common(self, count: int) -> Tensor:
-        """The tokens that are in the loss most often, at most `count`, rising."""
+        """The most frequent tokens in the loss, at most `count`, in ascending order."""
         counts = torch.bincount(self.loss_token_ids)
         best = counts.argsort(descending=True, stable=True)[:count]
         return best[counts[best] > 0].sort().values
 
     def bigrams(self) -> tuple[Tensor, Tensor]:
-        """Tokens that have one after them that is in the loss, and these; within rows."""
+        """Pairs of adjacent tokens within rows whose second one is in the loss."""
         pairs = [torch.stack([tokens[:-1], tokens[1:]])[:, mask[1:]] for tokens, mask in self.rows]
         first, second = torch.cat(pairs, 1)
         return first, second
@@ -101,7 +101,7 @@ class Batches:
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def __len__(self) -> int:
-        """Batches per epoch."""
+        """The number of batches per epoch."""
         return len(self._epoch(0))
 
     def __getitem__(self, step: int) -> Batch:
@@ -110,14 +110,14 @@ class Batches:
         return self.rows.batch(numbers, width)
 
     def sample(self, tokens: int) -> list[Batch]:
-        """Batches until `tokens` of them are in the loss, or all rows once."""
+        """Batches with at least `tokens` tokens in the loss, or with all rows once."""
         sample: list[Batch] = []
         while len(sample) < len(self) and sum(batch.loss_tokens for batch in sample) < tokens:
             sample.append(self[len(sample)])
         return sample
 
     def _shuffled(self, epoch: int) -> list[tuple[int, list[int]]]:
-        """Rows by width; what is left of a width joins the next wider; all in random order."""
+        """Groups of rows by width, in random order; a width's remainder joins the next larger."""
         rng = np.random.default_rng((self.seed, epoch))
         order, left, groups = rng.permutation(len(self.rows)), list[int](), []
         for width in np.unique(self._widths).tolist():
@@ -132,7 +132,7 @@ class Batches:
 
 
 def tokenized(document: Document, codec: Codec, end: int | None) -> list[Example]:
-    """A document as tokens, `end` after a text that is over; nothing if it lacks its answer."""
+    """The tokens of a document, with `end` after a complete text; empty without an answer."""
     if document.messages:
         return tokenized_chat(document.messages, codec)
     if not document.text:
@@ -145,10 +145,10 @@ def tokenized(document: Document, codec: Codec, end: int | None) -> list[Example
 
 
 def tokenized_chat(messages: Sequence[Mapping[str, object]], codec: Codec) -> list[Example]:
-    """The chat in the model's own template, with the assistant's tokens in the loss.
+    """The tokens of a chat in the model's own template, with the assistant's in the loss.
 
-    One example where the template writes a chat the same way while it grows; otherwise (templates
-    that drop the thoughts of earlier turns) one per answer, each as the model saw it then.
+    One example if the template only appends to a growing chat; otherwise (templates that drop the
+    thoughts of earlier turns) one per answer, each as the model saw it then.
     """
     tokenizer = codec.tokenizer
     if not tokenizer.chat_template:
@@ -173,7 +173,7 @@ def tokenized_chat(messages: Sequence[Mapping[str, object]], codec: Codec) -> li
 
 
 def prompt_of(document: Document, codec: Codec, turn: int = -1) -> list[int]:
-    """What the target goes on with: a chat to its user message `turn`, a prompt, or an opening."""
+    """The text to continue: a chat up to its user message `turn`, a prompt, or an opening."""
     if document.messages:
         questions = [
             index for index, message in enumerate(document.messages) if message["role"] == "user"
@@ -186,7 +186,7 @@ def prompt_of(document: Document, codec: Codec, turn: int = -1) -> list[int]:
 
 
 def _masked(codec: Codec, text: str, spans: Sequence[tuple[int, int]]) -> Example:
-    """Tokens that begin inside a span of characters are in the loss."""
+    """Tokenize a text, with the tokens that begin inside a span of characters in the loss."""
     if not codec.tokenizer.is_fast:
         raise BadInput(f"the tokenizer of {codec.name} tells no offsets; give texts, not chats")
     out = codec.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -1,8 +1,7 @@
-"""Training text written by the target itself: what a head must predict is what the target will
-write.
+"""Training text written by the target itself, since heads have to predict what the target writes.
 
-Such text is its own label: predicting it is distillation at the temperature it was written with.
-The file is appended to as texts are completed, and gone on with after an interruption.
+Such text is its own label: predicting it is distillation at the temperature it was sampled at.
+Completed texts are appended to the file, which is continued after an interruption.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Writer = Callable[[Sequence[list[int]], Sequence[Sampling], int], Iterator[Text]
 def by_engine(
     engine: Engine, prompts: Sequence[list[int]], samplings: Sequence[Sampling], rows: int
 ) -> Iterator[Text]:
-    """Write with our own decoding: on a CPU, where a packed target is several times as quick."""
+    """Write with our own decoding, on CPUs, where a packed target is several times as fast."""
     for done in engine.as_completed(prompts, sampling=samplings, batch_size=rows):
         yield done.prompt, done.checked().tokens, done.finish_reason
 
@@ -46,9 +45,9 @@ def by_transformers(
     model: PreTrainedModel, stops: Sequence[int], prompts: Sequence[list[int]],
     samplings: Sequence[Sampling], rows: int,
 ) -> Iterator[Text]:  # fmt: skip
-    """Write hundreds of rows at a time with `generate`, as an accelerator wants them.
+    """Write hundreds of rows at a time with `generate`, which suits accelerators.
 
-    Rows of one temperature and about one length read together; a group's seed is its first row's.
+    Rows of equal temperature and similar length are grouped; a group's seed is its first row's.
     """
 
     def alike(index: int) -> tuple[float, int]:
@@ -70,7 +69,7 @@ def by_transformers(
 class SelfGeneratedText:
     """The texts of one file, in rows of at most `length` tokens.
 
-    identity: what they come from; a file of another origin is refused.
+    identity: their origin; a file of another origin is refused.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class SelfGeneratedText:
         return not self._next_numbers(held_out)
 
     def examples(self, held_out: bool) -> Iterator[Example]:
-        """The first texts that are enough, in the order of their prompts, which are not in the
-        loss; the same ones when others have written more."""
+        """The first texts that suffice, in the order of their prompts, which are not in the loss;
+        the result does not change if the file has more texts."""
         missing = self._wanted(held_out)
         for _, text in sorted(self._texts[held_out].items()):
             if missing > 0:
@@ -101,10 +100,10 @@ class SelfGeneratedText:
         self, writer: Writer, codec: Codec, context: int, documents: Sequence[Document],
         held_out: bool, progress: Callable[[int, int], None],
     ) -> None:  # fmt: skip
-        """Write until there is enough; `progress` receives for every completed text how many tokens
-        there are, and of how many.
+        """Write until there are enough tokens; `progress` receives their number and the total after
+        every completed text.
 
-        context: the most tokens the target reads.
+        context: the largest number of tokens that the target reads.
         """
         if not documents:
             raise BadInput("no document of the data can be asked for; give others, or plain texts")
@@ -135,9 +134,9 @@ class SelfGeneratedText:
             raise KeyboardInterrupt(f"{state} there") from None
 
     def _next_numbers(self, held_out: bool) -> list[int]:
-        """Prompts without a text yet, in groups that never give too much; none at the end.
+        """The next group of prompts without a text, which never gives too much; empty at the end.
 
-        Each group follows from the texts of whole groups before it: interruptions change nothing.
+        Each group depends on the texts of whole groups before it: interruptions change nothing.
         """
         texts, start, missing = self._texts[held_out], 0, self._wanted(held_out)
         while missing > 0:
@@ -151,8 +150,8 @@ class SelfGeneratedText:
     def _prompt(
         self, number: int, documents: Sequence[Document], held_out: bool, codec: Codec, context: int
     ) -> tuple[list[int], Sampling]:
-        """What is gone on with, and how: of a text an opening of at most half a row, of another
-        prompt what leaves a quarter of the row."""
+        """The prompt to continue and its sampling: a text's opening of at most half a row, or
+        another prompt cut to leave a quarter of the row."""
         rng = np.random.default_rng((self.seed, held_out, number))
         half = min(self.length, context) // 2
         turn, index = divmod(number, len(documents))
@@ -167,7 +166,7 @@ class SelfGeneratedText:
         return prompt, Sampling(temperature=temperature, seed=seed, max_new_tokens=new)
 
     def _wanted(self, held_out: bool) -> int:
-        """New tokens to write; for evaluation a fiftieth, within reason."""
+        """The number of new tokens to write; for evaluation about a fiftieth, within limits."""
         tokens = self.config.tokens
         return min(max(tokens // 50, 2000), 30000, tokens) if held_out else tokens
 
@@ -179,11 +178,11 @@ class SelfGeneratedText:
         self._texts[row["held_out"]][row["number"]] = Example(row["tokens"], mask)
 
     def _read(self) -> None:
-        """The texts of an earlier run; those of another origin are refused."""
+        """Read the texts of an earlier run; refuse those of another origin."""
         lines = [line for line in self.file.read_bytes().splitlines(True) if line.endswith(b"\n")]
         try:
             header, *rows = [json.loads(line) for line in lines] or [self._header]
-            header |= self._more                                         # more of the same is fine
+            header |= self._more                                         # more is accepted
         except (ValueError, TypeError) as error:
             why = f"{self.file} holds something else than texts a target wrote"
             raise BadInput(f"{why}; name another place") from error
@@ -193,12 +192,12 @@ class SelfGeneratedText:
 
 
 def _drop_partial_line(file: IO[bytes]) -> None:
-    """What a killed run began to write and did not end."""
+    """Remove an incomplete last line of a killed run."""
     file.seek(0)
     file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
 
 def _append(file: IO[bytes], row: dict[str, object]) -> None:
-    """One row, there for whoever looks as soon as this returns."""
+    """Append a row, which others can read as soon as this returns."""
     file.write(json.dumps(row, separators=(",", ":")).encode() + b"\n")
     file.flush()

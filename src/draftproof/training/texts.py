@@ -1,4 +1,4 @@
-"""Training texts: from files as people have them to documents. Knows no tokens and no models."""
+"""Reads documents from files in common formats. Knows neither tokens nor models."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ Note = Callable[[str], None]
 
 
 class Document(NamedTuple):
-    """A text to train on, the prompt before it if there is one, or a chat instead of both, as
-    templates read it."""
+    """A text for training with its prompt, if any, or instead a chat in the format of templates."""
 
     text: str = ""
     prompt: str | None = None
     messages: Sequence[Mapping[str, object]] = ()
 
     def as_chat(self) -> Document:
-        """A prompt, or a plain text, as the user's message; what is after a prompt, the answer."""
+        """A prompt or plain text as the user's message, with text after a prompt as the answer."""
         if self.messages:
             return self
         question, answer = (self.text, "") if self.prompt is None else (self.prompt, self.text)
@@ -48,7 +47,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Files to train on, a share of which is held out. chat: prompts and texts are the user's
+    """Files for training, a part of which is held out. chat: prompts and texts are the user's
     messages."""
 
     data: tuple[Path, ...]
@@ -66,17 +65,17 @@ class DataConfig:
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in self.data}
 
     def split(self, seed: int, note: Note) -> tuple[list[Document], list[Document]]:
-        """Documents to train on, and others that are held out.
+        """Split the documents into those for training and held-out ones.
 
         Args:
-            seed: Which texts are held out.
-            note: Called with sentences about what is skipped.
+            seed: Determines the held-out texts.
+            note: Called with sentences about skipped rows.
         """
         return split(read(self.data, self.chat, note), seed)
 
 
 def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], list[Document]]:
-    """Hold some out: a fiftieth, between 8 and 256, at most half; by data and seed alone."""
+    """Hold out a fiftieth, between 8 and 256, but at most half; depends on data and seed alone."""
     if len(documents) < 2:
         raise BadInput(f"the data has {len(documents)} text; give at least two")
     size = min(max(8, round(len(documents) / 50)), 256, len(documents) // 2)
@@ -88,16 +87,16 @@ def split(documents: Sequence[Document], seed: int) -> tuple[list[Document], lis
 @lru_cache(maxsize=4)
 def shuffled(size: int, *key: int) -> tuple[int, ...]:
     """The numbers below `size` in an order that depends on the key alone."""
-    import numpy as np  # the command line starts without it
+    import numpy as np  # the command line does not import it
 
     return tuple(np.random.default_rng(key).permutation(size).tolist())
 
 
 def read(files: Sequence[Path], chat: bool = False, note: Note = lambda _: None) -> list[Document]:
-    """All documents of the files, each once: plain text, JSON objects by line, or a JSON array.
+    """All distinct documents of the files: plain text, JSON objects by line, or a JSON array.
 
-    Rows that cannot be used are skipped; `note` receives how many, and why the first three. Raises
-    BadInput for a file without a usable row.
+    Unusable rows are skipped; `note` receives their number and the reasons for the first three.
+    Raises BadInput for a file without a usable row.
     """
     documents: dict[str, Document] = {}
     skipped: list[str] = []
@@ -116,7 +115,7 @@ def read(files: Sequence[Path], chat: bool = False, note: Note = lambda _: None)
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Document | BadInput]]:
-    """Every row of a file with its place: a document, or why it is none."""
+    """Every row of a file with its place: a document, or the reason why it is unusable."""
     kind, text = file.suffix.lower(), _decoded(file)
     if kind not in (".jsonl", ".json", ".ndjson"):
         yield from (("text", Document(piece)) for piece in _pieces(text))
@@ -153,7 +152,7 @@ def _decoded(file: Path) -> str:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Paragraphs, gathered until they are long enough."""
+    """Paragraphs, joined until they are long enough."""
     piece = ""
     for paragraph in text.split("\n\n"):
         piece += ("\n\n" if piece else "") + paragraph
@@ -196,13 +195,13 @@ def _text(value: object, name: str) -> str:
 
 
 def _sound(text: str) -> str:
-    """With lone surrogates (half characters) replaced: no tokenizer takes them."""
+    """Replace lone surrogates (half characters), which no tokenizer accepts."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _chat(parts: Any, answer: Any) -> list[dict[str, Any]]:
-    """Messages of the OpenAI kind (role, content) or of the ShareGPT kind (from, value), from the
-    user on: ShareGPT is full of chats that are cut at the front."""
+    """Messages in OpenAI's format (role, content) or ShareGPT's (from, value), from the first user
+    message on, since many ShareGPT chats lack their beginning."""
     parts = [*parts, *(answer or [])] if isinstance(parts, list) else parts
     if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
         parts = [{"role": part.get("from"), "content": part.get("value"), **part} for part in parts]

@@ -1,7 +1,7 @@
 """A whole training run, from files to a finished folder: read, train, evaluate, describe.
 
-The folder holds the head in its native format with its card and log; while it is made also the
-checkpoint, and what the target wrote. The same run in the same folder goes on where it stopped.
+The folder holds the head in its native format with its card and log, and during training also the
+checkpoint and the target's texts. The same run in the same folder continues where it stopped.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ MakeHead = Callable[[Target], DraftHead]
 
 
 def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) -> None:
-    """Do all of a run that is not done yet.
+    """Start a run, or continue it.
 
         train(TrainRun("demo", DataConfig((Path("texts.jsonl"),)), Path("heads")), MedusaHead.fresh)
 
-    Raises KeyboardInterrupt, with everything kept, if told to stop; BadInput if the folder holds
-    another run.
+    Raises KeyboardInterrupt, after saving everything, if it is stopped; BadInput if the folder
+    holds another run.
 
     Args:
-        run: Model, data, and where the head is written.
+        run: The model, the data, and the head's folder.
         make_head: Makes a head for the target's vocabulary.
-        callback: Receives how it goes.
+        callback: Receives the progress.
     """
     callback = callback or Silent()
     run.out.mkdir(parents=True, exist_ok=True)
@@ -79,16 +79,16 @@ def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) 
 
 
 class _Run:
-    """A run under way: its target and head, then its rows.
+    """A run in progress: its target and head, then its rows.
 
-    packed: the bits that a CPU writes and reads texts in, if fewer than the target's.
+    packed: the target's format for writing and reading texts on a CPU, if it has fewer bits.
     """
 
     def __init__(self, run: TrainRun, make_head: MakeHead, callback: Callback) -> None:
         self.run, self.callback = run, callback
         self.model = loading.load_model(run.model, run.dtype, run.device).requires_grad_(False)
         self.target, tokenizer = Target(self.model), loading.load_tokenizer(run.model)
-        folder = Path(run.model)                                # none of this machine is named
+        folder = Path(run.model)                                # no path of this machine is named
         self.target.name = folder.resolve().name if folder.is_dir() else run.model
         if tokenizer is None:
             raise BadInput(f"there is no tokenizer in {run.model}; training reads texts")
@@ -105,7 +105,7 @@ class _Run:
         self.settings = {**made, **run.settings(self.config)}
 
     def is_complete(self) -> bool:
-        """Whether this run is done; raises BadInput if another was done here."""
+        """Whether this run is complete; raises BadInput if the folder has another complete run."""
         record = self.run.out / "training.json"
         if record.exists():
             settings = json.loads(record.read_text(encoding="utf-8"))["settings"]
@@ -113,7 +113,7 @@ class _Run:
         return record.exists()
 
     def read(self) -> None:
-        """Rows to train on and to evaluate with."""
+        """Read the rows for training and evaluation."""
         parts, own_texts = self.run.data.split(self.config.seed, self.callback.note), None
         if self.run.self_generate:
             own_texts = self._self_generated(self.run.self_generate, parts)
@@ -143,8 +143,8 @@ class _Run:
     def _each(
         self, part: Sequence[Document], make: Callable[[Document], T]
     ) -> Iterator[tuple[Document, T]]:
-        """Documents with what is made of them; those that the chat template refuses, or of which
-        nothing is made, are skipped."""
+        """Documents with their results; those that the chat template refuses, or without a result,
+        are skipped."""
         refused: list[str] = []
         for document in part:
             try:
@@ -163,7 +163,7 @@ class _Run:
     def _self_generated(
         self, config: SelfGenerateConfig, parts: Sequence[list[Document]]
     ) -> list[Iterator[Example]]:
-        """What the target makes of the documents' beginnings; on a CPU by a packed copy of it."""
+        """The target's continuations of documents' beginnings; on a CPU from a packed copy."""
         data, model = self.run.data, self.model
         identity = {"model": fingerprint(model), "data": data.hashes(), "chat": data.chat}
         file, seed = config.file or self.run.out / "own_text.jsonl", self.config.seed
@@ -187,7 +187,7 @@ class _Run:
         return [texts.examples(held_out) for held_out in (False, True)]
 
     def fit(self) -> list[Trainer]:
-        """Train the head on the frozen target; for Medusa-2 then the backbone, too."""
+        """Train the head for the frozen target; then for Medusa-2 the backbone, too."""
         out, objective = self.run.out, self.config.objective
         if not self.run.joint:
             reader = variants.quantized(self.target, self.packed) if self.packed else None
@@ -200,7 +200,7 @@ class _Run:
         both = HeadsAndBackbone(self.head, self.target, objective)
         second = self._stage(both, out / "second")
         shutil.rmtree(out / "model", ignore_errors=True)
-        with atomic_write(out / "model") as part, redirect_stderr(StringIO()):  # a bar for a moment
+        with atomic_write(out / "model") as part, redirect_stderr(StringIO()):  # hides a short bar
             shutil.rmtree(part, ignore_errors=True)
             both.merged().save_pretrained(part)
             self.codec.tokenizer.save_pretrained(part)
@@ -208,17 +208,17 @@ class _Run:
 
     def _stage(self, trainable: FrozenTarget, folder: Path) -> Trainer:
         batches = Batches(self.train, self.config.batch, self.config.seed)
-        held_out = Batches(self.held_out, self.config.batch, 0).sample(8000)    # tokens, about
+        held_out = Batches(self.held_out, self.config.batch, 0).sample(8000)    # tokens, roughly
         trainer = Trainer(trainable, batches, held_out, self.config, folder, self.settings,
                           self.callback)  # fmt: skip
         trainer.fit()
         return trainer
 
     def finish(self, stages: Sequence[Trainer]) -> None:
-        """Head, card and record; what only served to go on is then removed."""
+        """Write head, card and record; then remove the files that served only to continue."""
         last, out = stages[-1], self.run.out
         bigrams = self.head.count(*self.train.bigrams())
-        if self.target.dtype == torch.bfloat16:                 # as it decodes, and half the size
+        if self.target.dtype == torch.bfloat16:                 # as in decoding, and half the size
             self.head.to(torch.bfloat16)
         write_head(self.head, out / "heads" if self.run.joint else out)
         record = {
@@ -245,7 +245,7 @@ class _Run:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A name for these weights, wherever they lie: a few numbers of each."""
+    """A fingerprint of weights, independent of their location: a few numbers of each."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         few = parameter.detach().flatten()

@@ -1,7 +1,7 @@
 """The training loop: schedule, optimiser, checkpoints, log.
 
-A run killed at any moment and resumed ends as an uninterrupted one: batches, dropout and schedule
-are functions of (seed, step), and the checkpoint holds the rest.
+A run that is killed at any moment and resumed has the result of an uninterrupted one: batches,
+dropout and schedule are functions of (seed, step), and the checkpoint holds the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROGRESS = ("step", "seconds", "tokens", "log")
 
 
 class Callback(Protocol):
-    """Receives how a run goes: sentences, bars, and what was measured."""
+    """Receives the progress of a run: sentences, bars, and measurements."""
 
     def note(self, text: str) -> None: ...
     def progress(self, what: str, done: int, of: int, details: str = "") -> None: ...
@@ -53,9 +53,9 @@ class Silent:
 
 
 class Trainer:
-    """Trains in a folder, and goes on where an earlier run stopped.
+    """Trains in a folder, and continues where an earlier run stopped.
 
-    held_out: to evaluate with. settings: what decides the result; a checkpoint of others is
+    held_out: rows for evaluation. settings: determine the result; a checkpoint with others is
     refused.
     """
 
@@ -86,7 +86,7 @@ class Trainer:
         return evaluation
 
     def fit(self) -> None:
-        """Train to the last step. Raises KeyboardInterrupt, after saving, if told to stop."""
+        """Train to the last step. Raises KeyboardInterrupt, after saving, if it is stopped."""
         if not self.checkpoint.exists():
             start = time.perf_counter()
             self.trainable.begin(self.batches, partial(self.callback.progress, "reading"))
@@ -111,7 +111,7 @@ class Trainer:
             raise KeyboardInterrupt(f"{where}; the same command goes on from there")
 
     def _one_step(self) -> dict[str, object]:
-        """One step of the optimiser, perhaps an evaluation, and its line of the log."""
+        """Take one step of the optimiser, perhaps with an evaluation, and return its log line."""
         start, batch = time.perf_counter(), self.batches[self.step]
         rate = self.config.rate_at(self.step, self.steps)
         for group in self._optimizer.param_groups:
@@ -139,7 +139,7 @@ class Trainer:
         return row | {"seconds": round(self.seconds, 2)}
 
     def _save(self) -> None:
-        """Write checkpoint and log; whatever happens meanwhile, there is always a whole one."""
+        """Write checkpoint and log; there is a complete one at every moment."""
         saved = {
             "settings": self.settings, "progress": {name: getattr(self, name) for name in PROGRESS},
             "weights": self.trainable.state(), "optimizer": self._optimizer.state_dict(),
@@ -159,7 +159,7 @@ class Trainer:
     def _restore(self) -> None:
         try:
             saved = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        except Exception as error:                                       # zip raises anything
+        except Exception as error:                                       # zip raises any error
             file = self.checkpoint
             raise BadInput(f"{file} cannot be read ({error}); remove it to begin again") from error
         same_settings(self.folder, saved["settings"], self.settings)
@@ -169,7 +169,7 @@ class Trainer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the run after the current step."""
+        """Let Ctrl-C and SIGTERM end the run after the current step."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
