@@ -1,1 +1,1 @@
-"""Does drafting pay, with which drafter, and how much: predicted before anything is bought."""
+"""Predicts whether drafting pays, with which drafter, and how much, before anything is bought."""

@@ -1,6 +1,6 @@
-"""What a round costs on a machine: as it was timed there, or by figures of its data sheet.
+"""The cost of a round on a machine, from timings there or from its data sheet.
 
-Knows seconds, bytes and floating-point operations; knows nothing of texts and drafters.
+Knows seconds, bytes and floating-point operations, but neither texts nor drafters.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Curve = tuple[tuple[float, float], ...]
 
 
 class RoundTiming(NamedTuple):
-    """Seconds of rounds of so many rows and drafted nodes per row. drafter: "" for whole rounds,
-    else whose draft this is what a round takes longer by."""
+    """Seconds of rounds with these numbers of rows and drafted nodes per row. drafter: "" for whole
+    rounds, otherwise the drafter whose draft lengthens a round by these seconds."""
 
     drafter: str
     sampled: bool
@@ -41,7 +41,7 @@ class RoundTiming(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What of a model decides its speed: bytes and parameters read in a step, cache per token."""
+    """The sizes that decide a model's speed: bytes and parameters per step, cache per token."""
 
     bytes: float
     parameters: float
@@ -50,11 +50,11 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of what an engine does with one model.
+    """The seconds of an engine's work with one model.
 
-    timed: of empty texts; others take `per_context` more per row and token. prompts: tokens and
-    seconds. per_unread: by draft model, of a token that it lacks. spread: relative
-    standard error of a time. noise: of rounds of one size, seconds over their median.
+    timed: for empty texts; others take `per_context` more per row and token. prompts: tokens and
+    seconds. per_unread: by draft model, for a token that it has not read. spread: relative
+    standard error of a time. noise: for rounds of one size, seconds divided by their median.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Machine:
     measured: bool = True
 
     def round(self, sampled: bool, rows: float, nodes: float, context: float) -> float:
-        """A round without its draft: `nodes` read after the root of each row. Between numbers of
-        rows that were timed, as many tokens in all take about as long."""
+        """Seconds of a round without its draft, with `nodes` after the root of each row. Between
+        timed numbers of rows, the time depends on the total number of tokens."""
         tokens, more = rows * (1 + nodes), self.per_context * rows * context
         curves = self._curves("", sampled)
         by_rows = tuple((count, interpolate(curve, tokens / count - 1)) for count, curve in curves)
@@ -79,17 +79,17 @@ class Machine:
         return interpolate(self.prompts, max(tokens, self.prompts[0][0]))
 
     def draft(self, drafter: str, sampled: bool, rows: float, nodes: float) -> float:
-        """What a draft takes; 0 if it was not timed."""
+        """Seconds of a draft; 0 if it was not timed."""
         curves = self._curves(drafter, sampled)
         by_rows = [(count, interpolate(curve, nodes)) for count, curve in curves]
         return max(0.0, interpolate(by_rows, rows)) if by_rows else 0.0
 
     def times(self, drafter: str) -> bool:
-        """Whether its drafts were timed; otherwise they take what they took here."""
+        """Whether a drafter's drafts were timed; otherwise their seconds here are used."""
         return any(timing.drafter == drafter for timing in self.timed)
 
     def _curves(self, drafter: str, sampled: bool) -> list[tuple[float, Curve]]:
-        """Per number of rows its seconds by nodes; of greedy rounds, if no others were timed."""
+        """Seconds by nodes for each number of rows; of greedy rounds if no others were timed."""
         return self._tables.get((drafter, sampled)) or self._tables.get((drafter, False), [])
 
     @cached_property
@@ -104,7 +104,7 @@ class Machine:
 
 
 def interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
-    """On the straight line through the nearest points."""
+    """Interpolate on the straight line through the nearest points."""
     if len(curve) == 1:
         return curve[0][1]
     right = min(max(1, bisect_left([at for at, _ in curve], x)), len(curve) - 1)
@@ -116,12 +116,12 @@ def by_figures(
     name: str, model: str, bandwidth: float, compute: float, target: Size,
     drafts: Mapping[str, Size],
 ) -> Machine:  # fmt: skip
-    """A machine by its data sheet, of which good kernels reach three quarters of the bandwidth
-    (bytes/s) and half of the operations/s: a model takes the slower of reading and computing."""
+    """A machine by its data sheet. Good kernels reach three quarters of its bandwidth (bytes/s) and
+    half of its operations/s; a model takes the longer of reading and computing."""
     bandwidth, compute = 0.75 * bandwidth, 0.5 * compute
 
     def curve(size: Size, overhead: float) -> Curve:
-        """Tokens read at once, and seconds."""
+        """Seconds by the number of tokens read at once."""
         read, each = size.bytes / bandwidth, 2 * size.parameters / compute
         knee = max(1.5, read / each)
         return tuple((tokens, overhead + max(read, each * tokens))
@@ -131,7 +131,7 @@ def by_figures(
     timed = [RoundTiming("", False, 1, tokens - 1, seconds) for tokens, seconds in prompts]
     timed += [RoundTiming(draft, False, rows, nodes, nodes * seconds)
               for draft, size in drafts.items()
-              for rows, seconds in curve(size, OVERHEAD / 4)    # steps follow without the host
+              for rows, seconds in curve(size, OVERHEAD / 4)    # steps do not wait for the host
               for nodes in (0, 1)]  # fmt: skip
     unread = {draft: 2 * size.parameters / compute for draft, size in drafts.items()}
     return Machine(name, model, tuple(timed), prompts,
@@ -139,7 +139,7 @@ def by_figures(
 
 
 def read_machine(source: str, model: str, target: Size, drafts: Mapping[str, Size]) -> Machine:
-    """A preset by its name, or a file: what `plan --json` wrote, or figures of a data sheet."""
+    """Read a preset by its name, or a file with the output of `plan --json` or a data sheet."""
     file, name = Path(source), source.lower()
     if name in PRESETS:
         return by_figures(name, model, *PRESETS[name], target, drafts)

@@ -1,4 +1,4 @@
-"""From texts, drafters and a machine to predictions: which drafter pays, how much, at what cost."""
+"""Predicts from texts, drafters and a machine which drafter pays, how much, and at what cost."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ LEARNED = ("accepted", "offered", "hits", "tries", "chain", "per_unread")
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is asked: rows side by side, temperatures, new tokens per prompt; money per hour.
+    """The question: rows per batch, temperatures, new tokens per prompt; price per hour.
 
-    machine: a preset or a file; None times this one.
+    machine: a preset or a file; None times this machine.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -55,8 +55,8 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One drafter, batch, temperature and budget. speed_up: over plain decoding, `low` to `high`
-    with 95 %. memory: bytes of weights and cache. cost: per million tokens."""
+    """A drafter's prediction for a batch, temperature and budget. speed_up: over plain decoding, in
+    the 95 % interval `low` to `high`. memory: of weights and cache. cost: per million tokens."""
 
     drafter: str
     batch: int
@@ -74,7 +74,7 @@ class Prediction:
 
 @dataclass
 class Plan:
-    """Everything that was found. start: per drafter what its budget has learned, for `run --plan`.
+    """All results. start: the learned state of each drafter's budget, for `run --plan`.
     """
 
     model: str
@@ -85,7 +85,7 @@ class Plan:
     start: dict[str, object]
 
     def rows(self) -> list[Prediction]:
-        """Per drafter and setting the best budget."""
+        """The best budget of each drafter and setting."""
         best: dict[object, Prediction] = {}
         for prediction in self.predictions:
             key = prediction.temperature, prediction.batch, prediction.drafter
@@ -93,7 +93,7 @@ class Plan:
         return list(best.values())
 
     def best(self, drafted: bool = False) -> Prediction:
-        """The fastest of the first setting, plain decoding included or not."""
+        """The fastest prediction of the first setting, with or without plain decoding."""
         first = self.config.batches[0], self.config.temperatures[0]
         return max((prediction for prediction in self.predictions
                     if (prediction.batch, prediction.temperature) == first
@@ -102,10 +102,10 @@ class Plan:
 
 
 class Planner:
-    """Holds what predictions share: texts as the target knows them, drafts, the machine.
+    """Holds what predictions share: recorded texts of the target, drafts, and the machine.
 
-    plain: an engine of the target without a drafter. logs: texts it has written, besides those that
-    it writes now after `prompts`. learned: by drafter, what its adaptive budget has learned.
+    plain: an engine of the target without a drafter. logs: texts that it wrote earlier, in addition
+    to those it writes now after `prompts`. learned: the adaptive budget's state, by drafter.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Planner:
         }
 
     def plan(self) -> Plan:
-        """All predictions."""
+        """Make all predictions."""
         predictions = list[Prediction]()
         for temperature, batch in product(self.config.temperatures, self.config.batches):
             predictions.append(self.predict(PLAIN, batch, temperature, 0))
@@ -146,8 +146,8 @@ class Planner:
         return Plan(name, self.config, self.machine, count, predictions, self.learned)
 
     def predict(self, name: str, batch: int, temperature: float, size: int | str) -> Prediction:
-        """One configuration, replayed: `size` draft tokens in every round, or as many as an
-        adaptive budget chooses."""
+        """Replay one configuration, with `size` draft tokens in every round, or with an adaptive
+        budget."""
         texts, total, runs = self.repeated(temperature, batch), RoundStats(), []
         for seed in range(REPLAYS if size == AUTO else 1):
             drafter = self._played(name, temperature, texts)
@@ -175,13 +175,13 @@ class Planner:
         )  # fmt: skip
 
     def repeated(self, temperature: float, batch: int) -> list[Text]:
-        """The texts, as often as a batch needs them to be full."""
+        """The texts, repeated until they fill the batch."""
         return self.texts[temperature] * math.ceil(batch / len(self.texts[temperature]))
 
     def _texts(
         self, prompts: Sequence[Sequence[int]], logs: Sequence[Text], temperature: float
     ) -> list[Text]:
-        """What the target has written or writes now, with what it knew on the way."""
+        """The target's texts, earlier ones and new ones, with its records for each position."""
         wanted = replace(self.plain.sampling, temperature=temperature)
         texts = [text._replace(sampling=wanted) for text in logs]
         if prompts:
@@ -213,7 +213,7 @@ class Planner:
                      self.progress)
 
     def _played(self, name: str, temperature: float, texts: Sequence[Text]) -> Playback:
-        """A drafter that knows nothing yet of these texts."""
+        """A drafter that does not know these texts yet."""
         drafter = Plain() if name == PLAIN else self.drafters[name]
         if isinstance(drafter, DraftModel):
             known = self.drafts[name, temperature]
@@ -221,7 +221,7 @@ class Planner:
         return PlayedDrafter(texts, copy.deepcopy(drafter) if is_light(name) else drafter)
 
     def _error(self, done: Sequence[Completion]) -> float:
-        """Relative standard error: of tokens per round over texts, and of seconds."""
+        """The relative standard error from tokens per round over texts and from seconds."""
         stats = [completion.stats for completion in done]
         rates = np.array([(row.emitted, row.rounds) for row in stats], dtype=float)
         picks = np.random.default_rng(0).integers(len(rates), size=(200, len(rates)))
@@ -240,14 +240,14 @@ class Planner:
 
 
 def learned(budget: Adaptive) -> dict[str, object]:
-    """What `begin_with` needs, as JSON."""
+    """The state of a budget for `begin_with`, as JSON."""
     costs = [[*shape, cost.mean, cost.seen] for shape, cost in budget.costs.items()]
     values = {name: getattr(budget, name) for name in LEARNED}
     return {"most": budget.max_draft_tokens, "sizes": budget.sizes, "costs": costs} | values
 
 
 def begin_with(learned: Mapping[str, Any]) -> Adaptive:
-    """A budget that begins with what another had learned."""
+    """A budget that starts from another one's learned state."""
     budget = Adaptive(learned["most"], sizes=learned["sizes"])
     for name in LEARNED:
         setattr(budget, name, learned[name])
@@ -258,12 +258,12 @@ def begin_with(learned: Mapping[str, Any]) -> Adaptive:
 
 
 def is_light(name: str) -> bool:
-    """Whether nothing in a drafter of this name has weights."""
+    """Whether a drafter of this name has no weights."""
     return set(name.split("+")) <= set(TRAINING_FREE)
 
 
 def size_of(target: Any) -> Size:
-    """What is read of a model in a step, packed and quantised layers included."""
+    """The size that a step reads of a model, including packed and quantised layers."""
     model = target.model
     parameters = sum(parameter.numel() for parameter in model.parameters()
                      if isinstance(parameter, torch.nn.Parameter))

@@ -1,4 +1,4 @@
-"""Drafters that draft known texts: what they need of the target is read from the recording."""
+"""Drafters for known texts, which read the target's outputs from a recording."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Timing:
-    """What drafts of a run took. going: rows that a draft model drafts, by depth. spent: seconds of
-    what is really drafted. ahead: how far the last draft might reach."""
+    """Times of a run's drafts. going: rows that a draft model drafts, by depth. spent: seconds of
+    actual drafting. ahead: the largest possible depth of the last draft."""
 
     going: list[int] = field(default_factory=list)
     spent: float = 0.0
     ahead: int = 0
 
     def take(self) -> float:
-        """Seconds since this was asked last."""
+        """Return the seconds since the last call."""
         spent, self.spent = self.spent, 0.0
         return spent
 
 
 class Playback(Drafter):
-    """Knows which text each row writes, and how many tokens of it are committed.
+    """Knows the text of each row, and how many of its tokens are committed.
 
-    timing: shared by all its runs.
+    timing: shared by all runs.
     """
 
     def __init__(self, texts: Sequence[Text], like: Drafter) -> None:
@@ -49,7 +49,7 @@ class Playback(Drafter):
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        self.rows, self.begun = list[tuple[int, int]](), 0      # text and its committed tokens
+        self.rows, self.begun = list[tuple[int, int]](), 0      # text and committed tokens
 
     def observe(self, commit: Commit) -> None:
         for row, count in zip(commit.rows, commit.count.tolist(), strict=True):
@@ -64,8 +64,8 @@ class Playback(Drafter):
 
 
 class PlayedDrafter(Playback):
-    """A drafter that runs as ever; what the target would have told it comes from the recording,
-    which says nothing of rejected tokens."""
+    """A drafter that runs as usual but receives the target's outputs from the recording, which has
+    none for rejected tokens."""
 
     def __init__(self, texts: Sequence[Text], inner: Drafter) -> None:
         super().__init__(texts, inner)
@@ -98,7 +98,7 @@ class PlayedDrafter(Playback):
             self.inner.observe(commit)
 
     def _successors(self, commit: Commit, begun: Sequence[tuple[int, int]]) -> Successors:
-        """After accepted nodes as it was; nothing after others. begun: texts and places."""
+        """Recorded successors of accepted nodes, none of others. begun: texts and positions."""
         assert commit.successors is not None
         tree = commit.successors.tree
         at = torch.full_like(tree.tokens, -1)
@@ -125,9 +125,9 @@ class PlayedDrafter(Playback):
 
 
 class PlayedDraft(Playback):
-    """The chains of a draft model, as one pass over each text found them.
+    """The chains of a draft model, from one pass over each text.
 
-    lag: committed tokens of each row that it has yet to read.
+    lag: the number of committed tokens of each row that it has yet to read.
     """
 
     def __init__(self, texts: Sequence[Text], drafts: Sequence[Drafts], like: DraftModel) -> None:
@@ -153,7 +153,7 @@ class PlayedDraft(Playback):
         self.lag = [self.lag[row] for row in rows]
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        """As `DraftModel` does: until the floor, and while a row is among the likeliest."""
+        """Draft like `DraftModel`: up to the floor, and while a row is among the most likely."""
         most, nodes = frontier.max_nodes, frontier.max_draft_tokens * len(self.rows)
         floor = math.log(frontier.min_confidence) if frontier.min_confidence else -math.inf
         self.lag, self.proposed, going = [0] * len(self.rows), True, list[int]()

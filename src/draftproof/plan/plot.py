@@ -1,4 +1,4 @@
-"""The picture of a plan: predicted speed-ups by drafter and batch, and what a round costs."""
+"""The picture of a plan: predicted speed-ups by drafter and batch, and the cost of a round."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def plot(plan: Plan, file: Path) -> None:
     """Draw a plan: a panel of speed-ups per temperature, and one of the cost of a round.
 
     Args:
-        plan: What was found.
-        file: Where the picture is written; its suffix names the format.
+        plan: The plan.
+        file: The file of the picture, whose suffix determines the format.
     """
     theme, temperatures = theme_of(file), plan.config.temperatures
     figure = new_figure(theme, 4.6 * (len(temperatures) + 1), 4.6)
@@ -56,7 +56,7 @@ def _draw_speed_ups(
     axes: Axes, theme: Theme, rows: Sequence[Prediction], drafters: Sequence[str],
     batches: Sequence[int],
 ) -> None:  # fmt: skip
-    """Bars of all drafters side by side for every batch, with 95 % intervals."""
+    """Draw bars of all drafters side by side for every batch, with 95 % intervals."""
     width = 0.8 / max(1, len(drafters))
     for number, drafter in enumerate(drafters):
         for row in rows:
@@ -78,7 +78,7 @@ def _draw_speed_ups(
 
 
 def _draw_costs(axes: Axes, theme: Theme, plan: Plan) -> None:
-    """Milliseconds of a round by draft tokens per row, a line per batch."""
+    """Draw the milliseconds of a round by draft tokens per row, with a line per batch."""
     tried = [row.budget for row in plan.predictions if isinstance(row.budget, int)]
     nodes = range(max([MOST_NODES, *tried]) + 1)
     sampled = plan.config.temperatures[0] > 0
@@ -97,7 +97,7 @@ def _draw_costs(axes: Axes, theme: Theme, plan: Plan) -> None:
 
 
 def _apart(lines: Sequence[tuple[float, str]]) -> list[float]:
-    """Heights of labels at the ends of lines, far enough from each other to be read."""
+    """Heights of labels at the ends of lines, with enough distance to be legible."""
     gap, places = 0.06 * max(end for end, _ in lines), dict[int, float]()
     below = float("-inf")
     for index in sorted(range(len(lines)), key=lambda index: lines[index][0]):

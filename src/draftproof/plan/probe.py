@@ -1,7 +1,7 @@
-"""Times what an engine does on this machine: rounds by rows and nodes, drafts, prompts, context.
+"""Times an engine on this machine: rounds by rows and nodes, drafts, prompts, context.
 
 Rounds run through the engine itself with drafts that are never right, so that nothing is left out;
-sizes take turns, so that a machine whose speed drifts slows all alike.
+sizes take turns, so that a drifting speed of the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ so long: something else ran."""
 
 
 class RandomDrafter(Drafter):
-    """Chains of tokens that nobody would choose; they cost nothing. silent: it may, and does not.
-    top: the successors it wants of each node.
+    """Drafts chains of unlikely tokens at no cost. silent: whether it drafts nothing. top: the
+    number of successors that it requests for each node.
     """
 
     name = "noise"
@@ -52,7 +52,7 @@ class RandomDrafter(Drafter):
 
 
 class RoundRobin(Budget):
-    """Sizes that take turns, once there are so many rows."""
+    """Sizes that take turns, once there are `rows` rows."""
 
     def __init__(self, sizes: Sequence[int], rows: int) -> None:
         self.max_draft_tokens, self.left, self.rows = max(sizes), list(sizes), rows
@@ -66,7 +66,7 @@ class RoundRobin(Budget):
 
 
 class Seen(NamedTuple):
-    """A round: the budget, seconds, of these the draft's; nodes drafted per row, and its tokens."""
+    """A round: its budget, its seconds, those of the draft, drafted nodes per row, and tokens."""
 
     size: int
     seconds: float
@@ -79,7 +79,7 @@ def run(
     engine: Engine, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling,
     sizes: Sequence[int],
 ) -> Iterator[Seen]:  # fmt: skip
-    """Rounds of these sizes, the last first, of all prompts side by side."""
+    """Run rounds of these sizes, the last one first, with all prompts in a batch."""
     budget, count = RoundRobin(sizes, len(prompts)), len(prompts)
     running, drafting, drafted = Engine(engine.target, drafter, budget=budget), 0.0, 0
     most = sum(sizes) + len(sizes) + count + 2
@@ -105,7 +105,7 @@ def rounds(
     engine: Engine, drafters: Sequence[Drafter], prompts: Sequence[Sequence[int]],
     sampling: Sampling, sizes: Sequence[Sequence[int]], times: int = TIMES,
 ) -> list[list[list[Seen]]]:  # fmt: skip
-    """By drafter, rounds of one size in a row, as in a run; sizes go up, and down again, and
+    """Consecutive rounds of one size, as in a run, by drafter; sizes go up and down again, and
     drafters take turns at each."""
     length = 1 + (times + 1) // 2
     orders = [[*ascending, *reversed(ascending)] for ascending in sizes]
@@ -120,8 +120,8 @@ def rounds(
 
 
 def by_size(blocks: Sequence[Sequence[Seen]], per_token: float = 0.0) -> dict[int, list[Seen]]:
-    """Without the first round of each block, which is another one; as if texts were empty, whose
-    tokens take so many seconds, half of a round at most."""
+    """Rounds by size, without the first of each block, which differs; the time for the texts,
+    `per_token` seconds per token but at most half of a round, is subtracted."""
     by_count: dict[int, list[Seen]] = {}
     for step in (each for block in blocks for each in block[1:] if each.seconds):
         seconds = max(step.seconds / 2, step.seconds - per_token * step.context)
@@ -130,15 +130,15 @@ def by_size(blocks: Sequence[Sequence[Seen]], per_token: float = 0.0) -> dict[in
 
 
 def usual(seen: Sequence[Seen]) -> float:
-    """The mean of seconds without stalls; noise is not made in every round, so it is no median. Of
-    the sizes going up and going down, the one that was less disturbed."""
+    """The mean of seconds without stalls, not the median, since not every round makes noise. Of the
+    ways up and down, the less disturbed one counts."""
     seconds = np.array([step.seconds for step in seen])
     halves = np.array_split(np.minimum(seconds, STALL * np.median(seconds)), min(2, len(seen)))
     return float(min(half.mean() for half in halves))
 
 
 def smoothed(seen: Mapping[int, Sequence[Seen]]) -> Curve:
-    """Seconds by size; where more nodes seem to cost less than fewer, it is noise."""
+    """Seconds by size, made monotonic: lower costs of more nodes are noise."""
     sizes = sorted(seen)
     rising = isotonic_regression(np.array([usual(seen[size]) for size in sizes])).x
     return tuple(zip(sizes, rising.tolist(), strict=True))
@@ -149,8 +149,8 @@ def probe(
     temperatures: Sequence[float], sizes: Sequence[int], models: Mapping[str, Drafter],
     progress: Callable[[str], None] = lambda what: None,
 ) -> Machine:  # fmt: skip
-    """engine: plain. texts: prompts. models: drafters whose drafts are timed: what a round takes
-    beyond one that reads as many nodes without them."""
+    """Time a machine. engine: plain. texts: prompts. models: drafters whose drafts are timed as the
+    excess over a round that reads as many nodes without them."""
     drafters = [RandomDrafter(engine.target.vocab_size), *models.values()]
     few = [sorted({0, *sizes})]
     for most in (model.max_draft_tokens for model in models.values()):
@@ -187,7 +187,7 @@ def probe(
 def _prompts(
     engine: Engine, chains: Drafter, texts: Sequence[Sequence[int]]
 ) -> tuple[Curve, float]:
-    """Tokens and seconds of prompts, and what a token of a text adds to a round of its row."""
+    """Tokens and seconds of prompts, and the time that a token of a text adds to a row's round."""
     every, half = [token for text in texts for token in text], engine.target.context // 2
     prompts, plain = list[tuple[float, float]](), list[float]()
     lengths = sorted({min(size, half) for size in (8, 64, 256, LONG)})

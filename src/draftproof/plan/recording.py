@@ -1,4 +1,4 @@
-"""Texts of a target, and what it and draft models say of them, by one pass each."""
+"""Texts of a target, with the outputs of the target and of draft models from one pass each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CHUNK, TOP = 64, 8
 
 
 class Text(NamedTuple):
-    """A text of the target: tokens, how many are the prompt, how it was sampled; and what the
-    target knew at each position: hidden [S, T, H] or None, and the likeliest tokens [S, k] with
-    their logits."""
+    """A text of the target: its tokens, length of the prompt, and sampling; and the target's
+    outputs at each position: hidden [S, T, H] or None, and the most likely tokens [S, k] with their
+    logits."""
 
     tokens: list[int]
     prompt: int
@@ -34,8 +34,8 @@ class Text(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What a draft model says of a text: its choice after each position [S], and the
-    log-probability it gives that [S]."""
+    """A draft model's outputs for a text: its choice after each position [S], with the
+    log-probability [S] of that choice."""
 
     tokens: list[int]
     confidence: list[float]
@@ -45,7 +45,7 @@ class Drafts(NamedTuple):
 def _read(
     engine: Engine, text: Text, model: Target, hidden_layers: tuple[int, ...] = ()
 ) -> Iterator[tuple[Tensor, Tensor | None, Paths]]:
-    """A text as `model` reads it, by chunk: logits, hidden states, and the chain that was read."""
+    """Read a text with `model` in chunks: logits, hidden states, and the chain of each chunk."""
     tokens = torch.tensor([text.tokens], device=model.device)
     cache = model.new_cache(1, len(text.tokens) + CHUNK)
     for start in range(0, tokens.shape[1], CHUNK):
@@ -59,7 +59,7 @@ def _read(
 
 
 def recorded(engine: Engine, text: Text, hidden_layers: tuple[int, ...]) -> Text:
-    """With what the target knows at each position, for drafters that want it."""
+    """The text with the target's outputs at each position, for drafters that need them."""
     states, best = list[Tensor](), []
     for logits, hidden, _ in _read(engine, text, engine.target, hidden_layers):
         states += [hidden[0]] if hidden is not None else []
@@ -69,7 +69,7 @@ def recorded(engine: Engine, text: Text, hidden_layers: tuple[int, ...]) -> Text
 
 
 def drafts_of(engine: Engine, text: Text, model: Target) -> Drafts:
-    """What a draft model would draft of a text: wherever a draft begins, as long as it is right."""
+    """A draft model's drafts within a text, for any start, as long as they are right."""
     limit = max(1, len(text.tokens) - text.prompt)
     params = engine.requests.params(text.sampling, text.tokens[: text.prompt], limit)
     sampler, drafts = Sampler([params], model.device), Drafts([], [])

@@ -1,8 +1,8 @@
-"""Texts written again without the target: the engine and its drafters run, and what the target
-would choose is read from the text, its seconds from a `Machine`.
+"""Replays texts without the target: the engine and its drafters run, the target's choices come from
+the text, and its seconds from a `Machine`.
 
-Under the matching rule a text does not depend on its drafts, so a text that is known says which
-drafts would have been accepted, in any batch and under any budget.
+Under the matching rule a text does not depend on its drafts, so a known text determines which
+drafts would have been accepted, in any batch and with any budget.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from draftproof.requests.stats import Round, State
 
 
 class Recorded(Target):
-    """Stands for the target in a replay: it reads nothing, and nothing depends on what it says.
+    """Replaces the target in a replay: it reads nothing, and its outputs are not used.
 
-    tree, lengths: what was read last, and after how many committed tokens of each row.
+    tree, lengths: the last tree, and the committed tokens of each row before it.
     """
 
     tree: TokenTree
@@ -45,7 +45,7 @@ class Recorded(Target):
         self._nothing = torch.zeros(1, dtype=torch.float32, device=target.device)
 
     def refresh(self) -> None:
-        """Nothing is read."""
+        """Do nothing, since nothing is read."""
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache.empty([LayerShape(1, 1, 1)], rows, capacity, torch.float32, self.device)
@@ -59,12 +59,12 @@ class Recorded(Target):
 
 
 class RecordedChoices(Sampler):
-    """Chooses what is recorded. texts: by the identity of the sampling parameters of a row."""
+    """Chooses the recorded tokens. texts: by the identity of a row's sampling parameters."""
 
     texts: Mapping[int, Text]
 
     def sample(self, logits: Tensor, paths: Paths) -> Tensor:
-        """[B, N] what follows each node on the way of its row's text."""
+        """[B, N] the token after each node on the path of its row's text."""
         limit, lines = paths.tree.depth_limit, []
         for row, position in zip(self.rows, paths.prefix.position.tolist(), strict=True):
             text = self.texts[id(row.sampling)]
@@ -76,10 +76,10 @@ class RecordedChoices(Sampler):
 
 @dataclass
 class SimulatedClock(Budget):
-    """Passes on what `inner` chooses, and tells it the seconds a machine would have taken.
+    """Uses the choices of `inner`, and reports to it the seconds that a machine would have taken.
 
-    total: seconds of all prompts and rounds. seed: of the noise in what `inner` records. usual:
-    seconds of a draft that is really made.
+    total: seconds of all prompts and rounds. seed: for the noise in the times that `inner` records.
+    usual: seconds of an actual draft.
     """
 
     inner: Budget
@@ -113,17 +113,17 @@ class SimulatedClock(Budget):
         self.cooldown = self.inner.cooldown
 
     def read_prompts(self, tokens: int) -> None:
-        """Add the seconds of prompts of so many tokens."""
+        """Add the seconds of prompts with this number of tokens."""
         spent = self.played.timing.take()
         seconds = 0.0 if self.machine.times(self.drafter) else spent
         self.total += self.machine.prompt(tokens) + seconds
 
     def _draft_seconds(self, done: Round, nodes: float) -> float:
-        """What a round takes besides reading; it learns in plain rounds, too."""
+        """Seconds of a round besides reading; drafters also learn in plain rounds."""
         machine, timing, size = self.machine, self.played.timing, done.size
         name, sampled, measured = self.drafter, self.sampled, timing.take()
         if machine.times(name):
-            going = timing.going if size else []                # of a draft model ever fewer rows
+            going = timing.going if size else []                # a draft model's rows get fewer
             drafts = (fmean(going), len(going)) if going else (done.rows, size)
             unread = machine.per_unread.get(name, 0.0) * self.unread * (size > 0)
             return machine.draft(name, sampled, *drafts) + unread
@@ -140,9 +140,9 @@ def replay(
     engine: Engine, drafter: Playback, texts: Sequence[Text], budget: Budget, machine: Machine,
     rows: int, name: str, seed: int = 0,
 ) -> tuple[float, list[Completion]]:  # fmt: skip
-    """Predicted seconds of all texts, at most `rows` at a time, and what came of each.
+    """Predict the seconds of all texts, with at most `rows` at a time, and return all results.
 
-    seed: of the noise in the seconds that the budget records."""
+    seed: for the noise in the seconds that the budget records."""
     sampled, target = texts[0].sampling.temperature > 0, Recorded(engine.target)
     virtual = SimulatedClock(budget, machine, target, drafter, name, sampled, seed)
     samplings = [replace(text.sampling, max_new_tokens=len(text.tokens) - text.prompt, stop=(),
@@ -164,5 +164,5 @@ def replay(
             if began:
                 virtual.read_prompts(sum(map(len, began)))
             done += [update.completion for update in updates if update.completion is not None]
-        outside = time.perf_counter() - start - scheduler.clock.total    # what is no round
+        outside = time.perf_counter() - start - scheduler.clock.total    # time outside of rounds
     return virtual.total + outside, sorted(done, key=lambda completion: completion.prompt)

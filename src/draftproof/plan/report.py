@@ -1,4 +1,4 @@
-"""A plan as people and programs read it: one verdict, a table, JSON."""
+"""Reports of a plan for people and programs: one verdict, a table, JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVEN = 0.05
 
 
 def judged(speed_up: float, low: float, high: float, texts: int) -> str:
-    """One of four verdicts; `low` to `high` is the interval of the speed-up over so many texts."""
+    """One of four verdicts on a speed-up with interval `low` to `high`, over `texts` texts."""
     if abs(speed_up - 1) <= EVEN:
         return f"makes no difference (±{EVEN:.0%})"
     if low <= 1 <= high:
@@ -26,7 +26,7 @@ def judged(speed_up: float, low: float, high: float, texts: int) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether drafting pays in the first setting, with what, and how much."""
+    """Whether drafting pays in the first setting, with which drafter, and how much."""
     best = plan.best(drafted=True)
     temperature = f"T = {best.temperature:g}" if best.temperature else "greedy"
     source = "" if plan.machine.measured else f"; {plan.machine.name} by figures, not measured"
@@ -41,7 +41,7 @@ def verdict(plan: Plan) -> str:
 
 
 def table(plan: Plan) -> Table:
-    """Of every drafter and setting the best budget."""
+    """The best budget of every drafter and setting."""
     shown = Table(title=f"{Path(plan.model).name} on {plan.machine.name}", title_justify="left",
                   box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fmt: skip
     shown.add_column("", overflow="fold", min_width=14)
@@ -63,21 +63,21 @@ def table(plan: Plan) -> Table:
 
 
 def note(plan: Plan) -> str:
-    """What the figures rest on."""
+    """The basis of the figures."""
     how = "timed here" if plan.machine.measured else "by figures, not measured"
     return f"{plan.texts} texts of the target, replayed; rounds {how}"
 
 
 def as_json(plan: Plan, options: dict[str, object]) -> str:
-    """Every number; `read_start` and `read_machine` read it."""
+    """All numbers, for `read_start` and `read_machine`."""
     body = asdict(plan) | {"verdict": verdict(plan), "best": asdict(plan.best()),
                            "options": options}  # fmt: skip
     return json.dumps(body, indent=1) + "\n"
 
 
 def read_start(file: Path) -> dict[str, object]:
-    """Options of an engine as a saved plan would have it: the drafter, and a budget that begins
-    with what the plan found."""
+    """An engine's options from a saved plan: the drafter, and a budget that starts from the plan's
+    results."""
     try:
         saved = json.loads(file.read_text(encoding="utf-8"))
         name, options = saved["best"]["drafter"], saved["options"]
