@@ -1,1 +1,1 @@
-"""What it costs: measurements of the engine as a user runs it."""
+"""Measures the speed of the engine as a user runs it."""

@@ -1,7 +1,7 @@
-"""Run several decoding methods on the same prompts, interleaved; record texts and seconds.
+"""Runs several decoding methods on the same prompts, interleaved; records texts and seconds.
 
-A group of prompts is completed by every method before the next; the order of the methods rotates,
-so that a machine whose speed drifts slows all alike. Seconds are of the whole call.
+Every method completes a group of prompts before the next group; the order of the methods rotates,
+so that a drifting speed of the machine affects all alike. Seconds are for the whole call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM_UP, PROMPTS_PER_ROW = 8, 4
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """What is varied besides the method: rows side by side, and the temperature."""
+    """The settings besides the method: rows per batch, and the temperature."""
 
     batch: int
     temperature: float
@@ -37,14 +37,14 @@ class Setting:
 
 
 class OurEngine:
-    """An engine as a user calls it; a single prompt is streamed, to see its first token come."""
+    """An engine as a user calls it; a single prompt is streamed, to time its first token."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine = name, engine
 
     def write(self, prompts: Prompts, sampling: Sampling, batch: int, clock: Clock) -> Output:
-        """Complete all prompts (token ids), at most `batch` rows side by side: the new tokens of
-        each, when the first came, by the clock, and counts of all rows."""
+        """Complete all prompts (token ids), with at most `batch` rows at a time. Returns the new
+        tokens of each, the clock's time of the first token, and counts of all rows."""
         first, total = None, RoundStats()
         if len(prompts) == 1:
             chunks = self.engine.stream(prompts[0], sampling=sampling)
@@ -62,10 +62,10 @@ class OurEngine:
 
 @dataclass(frozen=True)
 class Trial:
-    """One method completed one group of prompts once.
+    """One completion of a group of prompts by a method.
 
-    round: repetition, from 0. group: which group of prompts. prompts: their indices. first_token:
-    seconds from the call to the first token, None if not known.
+    round: repetition, from 0. group: index of the group of prompts. prompts: their indices.
+    first_token: seconds from the call to the first token, None if unknown.
     """
 
     method: str
@@ -80,15 +80,15 @@ class Trial:
 
     @property
     def count(self) -> int:
-        """New tokens of all texts."""
+        """The number of new tokens in all texts."""
         return sum(len(text) for text in self.tokens)
 
 
 @dataclass
 class Bench:
-    """All trials of all methods. After an interrupted `run`, `trials` has what was measured.
+    """All trials of all methods. After an interrupted `run`, `trials` has those until then.
 
-    prompts: token ids. sampling: what all settings share. rounds: repetitions of each group.
+    prompts: token ids. sampling: common to all settings. rounds: repetitions of each group.
     """
 
     methods: Sequence[OurEngine]
@@ -102,7 +102,7 @@ class Bench:
 
     @property
     def total(self) -> int:
-        """How many trials `run` makes."""
+        """The number of trials in `run`."""
         return (
             self.rounds
             * len(self.methods)
@@ -110,13 +110,13 @@ class Bench:
         )
 
     def groups(self, setting: Setting) -> list[tuple[int, ...]]:
-        """Indices of prompts asked for at once; the last group is filled up with the first ones."""
+        """Indices of prompts in each group; the first prompts fill up the last group."""
         count, batch = len(self.prompts), setting.batch
         size = batch * max(1, min(PROMPTS_PER_ROW, count // batch)) if batch > 1 else 1
         return [tuple((at + i) % count for i in range(size)) for at in range(0, count, size)]
 
     def run(self, progress: Callable[[str], None] = lambda method: None) -> None:
-        """Warm up, then every group by every method; `progress` gets each method's name first."""
+        """Warm up, then run every group with every method; `progress` gets each method's name."""
         for setting in self.settings:
             for method in self.methods:
                 self._trial(method, setting, 0, 0, min(WARM_UP, self.new_tokens))

@@ -1,4 +1,4 @@
-"""The methods that are measured: engines with the same target and one drafter each."""
+"""The methods to measure: engines with the same target and one drafter each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from draftproof.errors import BadInput
 def load_methods(
     model: str, drafters: Sequence[str], assistants: Sequence[str], **options: Any
 ) -> tuple[Engine, list[OurEngine]]:
-    """Plain decoding, and each drafter and draft model, or the default, around the same target.
+    """Load plain decoding, and each drafter and draft model, or the default, for the same target.
 
-    options: of `load`. Returns the plain engine, too. Raises BadInput for names that do not fit.
+    options: of `load`. Also returns the plain engine. Raises BadInput for names that do not fit.
     """
     names = [*drafters, *assistants]
     if len(set(names)) < len(names):
@@ -33,7 +33,7 @@ def load_methods(
     for name in names or [default_name(plain.target)]:
         method_options = options | {"assistant_model" if name in assistants else "drafter": name}
         method_options |= {"quantize_draft": None} if name in light else {}
-        source: Any = model                             # it drafts with the original's weights
+        source: Any = model                             # it drafts with the original weights
         if not name.startswith("self-") or plain_options["quantize"] is None:
             source, method_options["quantize"] = plain.target.model, None
         engine = load(source, tokenizer=plain.codec and plain.codec.tokenizer, **method_options)

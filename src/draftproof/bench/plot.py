@@ -1,4 +1,4 @@
-"""The picture of a measurement: speed-ups with their intervals, a panel per setting."""
+"""The picture of a measurement: speed-ups with intervals, in a panel per setting."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def plot(figures: Sequence[Figures], file: Path, heading: str) -> None:
     """Draw speed-ups over plain decoding as bars with 95 % intervals.
 
     Args:
-        figures: What was measured, in the order of the table.
-        file: Where the picture is written; its suffix names the format.
+        figures: The measured figures, in the order of the table.
+        file: The file of the picture, whose suffix determines the format.
         heading: Model and conditions, in one line.
     """
     theme = theme_of(file)
@@ -53,7 +53,7 @@ def plot(figures: Sequence[Figures], file: Path, heading: str) -> None:
 
 
 def _draw_setting(axes: Axes, theme: Theme, panel: Sequence[Figures]) -> None:
-    """One bar per method, the first on top, with its figures after it."""
+    """Draw one bar per method, with the first on top, followed by its figures."""
     ends = [figure.speed_up.high or figure.speed_up.median
             for figure in panel if figure.speed_up is not None]
     right = max([1.0, *ends])

@@ -1,4 +1,4 @@
-"""From trials to figures: texts compared, speeds with intervals; a table, JSON."""
+"""Computes figures from trials: comparisons of texts, speeds with intervals; a table, JSON."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class Figures:
-    """One method under one setting; None is what is not known.
+    """The figures of one method under one setting; None if unknown.
 
-    texts, same: compared with plain decoding's, and equal token by token. first_difference: prompt
-    and token, from 1. tokens_per_second: of all rows, prompts included; median of trials. speed_up:
-    plain decoding's seconds per token over these, pair by pair: of each group of prompts the median
-    over rounds, then over groups. first_token: seconds.
+    texts, same: the number of texts compared with plain decoding's, and of equal ones.
+    first_difference: prompt and token, from 1. tokens_per_second: of all rows, including prompts;
+    median of trials. speed_up: plain decoding's seconds per token divided by these, pair by pair:
+    the median over rounds for each group of prompts, then over groups. first_token: seconds.
     """
 
     method: str
@@ -70,7 +70,7 @@ class Figures:
 
 
 def compute(bench: Bench) -> list[Figures]:
-    """Of each setting and method that has trials, in order."""
+    """The figures of each setting and method with trials, in order."""
     by_method: dict[tuple[Setting, str], list[Trial]] = {}
     for trial in bench.trials:
         by_method.setdefault((trial.setting, trial.method), []).append(trial)
@@ -83,7 +83,7 @@ def compute(bench: Bench) -> list[Figures]:
 
 
 def _figures(trials: list[Trial], plain: list[Trial]) -> Figures:
-    """Texts and seconds are compared with those of plain decoding in the same round."""
+    """Compare texts and seconds with those of plain decoding in the same round."""
     base = {(trial.round, trial.group): trial for trial in plain}
     pairs = [(trial, base[key]) for trial in trials if (key := (trial.round, trial.group)) in base]
     differ, ratios, stats = list[tuple[int, int]](), dict[int, list[float]](), RoundStats()
@@ -106,7 +106,7 @@ def _figures(trials: list[Trial], plain: list[Trial]) -> Figures:
 
 
 def machine_facts(device: torch.device) -> dict[str, object]:
-    """What a figure depends on besides the models."""
+    """The conditions on which figures depend besides the models."""
     return versions() | {
         "device": f"{Device(device).name} ({device}, {torch.get_num_threads()} threads)",
         "cores": psutil.cpu_count(logical=False), "load_average": psutil.getloadavg()[0],
@@ -133,7 +133,7 @@ def table(figures: Sequence[Figures], title: str) -> Table:
 
 
 def notes(figures: Sequence[Figures], about: Mapping[str, Any]) -> list[str]:
-    """What a reader must know besides the table, in lines: differences first."""
+    """Notes to the table, in lines, with differences first."""
     differ = [f"{figure.method}, {figure.setting}: differs from plain decoding at token {place[1]} "
               f"of prompt {place[0]}" for figure in figures if (place := figure.first_difference)]
     run = "{workload}, {new_tokens} new tokens, {rounds} rounds; {machine[device]}"
@@ -141,7 +141,7 @@ def notes(figures: Sequence[Figures], about: Mapping[str, Any]) -> list[str]:
 
 
 def as_json(bench: Bench, figures: Sequence[Figures], about: Mapping[str, object]) -> str:
-    """Every number: what was asked, figures, and trials with their tokens."""
+    """All numbers: the conditions, figures, and trials with their tokens."""
     body = {"about": about, "figures": [asdict(figure) for figure in figures],
             "trials": [asdict(trial) for trial in bench.trials]}
     return json.dumps(body, indent=1, default=str) + "\n"

@@ -1,4 +1,4 @@
-"""Prompts to measure with, from files in JSON Lines."""
+"""Prompts for measurements, from files in JSON Lines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ STORIES, GENERAL = EMBEDDED / "stories.jsonl", EMBEDDED / "general.jsonl"
 
 
 def built_in(model: str) -> tuple[list[str], Path]:
-    """The drafters, if others than its default, and prompts to measure a model with when nobody
-    names any."""
+    """The default drafters, unless they are the model's own, and prompts for measuring a model."""
     if resolve(model) == str(embedded("demo")):
         return ["portfolio", "medusa", "redrafter", "demo-draft"], STORIES
     return [], GENERAL
 
 
 def read_prompts(file: Path, chat: bool = False) -> list[Prompt]:
-    """The prompts of a JSONL file. chat: they are the user's messages. Raises BadInput for a file
-    that is missing or malformed."""
+    """Read the prompts of a JSONL file. chat: they are the user's messages. Raises BadInput for a
+    missing or malformed file."""
     if not file.is_file():
         raise BadInput(f"there is no file {file}; give a JSONL file with a prompt in each row")
     prompts = list[Prompt]()
@@ -41,7 +40,7 @@ def read_prompts(file: Path, chat: bool = False) -> list[Prompt]:
 
 
 def that_fit(engine: Engine, prompts: Sequence[Prompt], new_tokens: int) -> list[list[int]]:
-    """The prompts, as tokens, that leave room for so many new ones; else BadInput."""
+    """The prompts, as tokens, that leave room for `new_tokens`; raises BadInput if none does."""
     tokens = [engine.requests.tokens(prompt) for prompt in prompts]
     fitting = [text for text in tokens if len(text) + new_tokens <= engine.target.context]
     if prompts and not fitting:
