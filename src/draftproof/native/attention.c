@@ -1,5 +1,5 @@
-/* Attention over the cache and the tree, in the order of the text: rotation, scores, chances, sums
- * of values. */
+/* Attention over the cache and the tree, in text order: rotation, scores, softmax, weighted sums of
+ * values. */
 #ifndef __clang__
 #pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
 #endif
@@ -7,35 +7,35 @@
 
 /* Keys are taken BLOCK at a time, queries TOGETHER, and a thread takes up to MOST queries. */
 enum { BLOCK = LANES, TOGETHER = 8, MOST = 48, WIDEST = 256 };
-/* A text is read in spans of so many positions from its beginning on, which do not depend on what is
- * committed: the softmax of a span is one of its own, and spans are merged in the order of the text.
- * Up to FEW nodes the spans are shared out among threads. */
+/* A text is read in spans of this many positions from its beginning, whatever is committed: each
+ * span has its own softmax, and spans are merged in text order. Up to FEW nodes, the threads share
+ * the spans. */
 enum { SPAN = 512, FEW = 64, MOST_MERGED = 1 << 24 };
-/* Slots whose values stay in the first cache, and queries of which registers hold two vectors. */
+/* Slots whose values stay in the L1 cache, and queries for which registers hold two vectors. */
 enum { NEAR = 32, MOST_OF_TWO = LANES == 8 ? 6 : TOGETHER };
 
-/* A query: a node, as the `place`-th of its row that is read, and a head. Its path from the root
- * on, and where its window begins. */
+/* A query: a node, the `place`-th of its row in this read, and a head. Its path from the root, and
+ * the beginning of its window. */
 typedef struct {
     int64_t place, head, start, deep;
     const int64_t *path;
 } Query;
 
-/* The softmax of some scores: the largest, and the sum of the exponentials of what they are less;
- * 0 if there are none. */
+/* The softmax of some scores: the largest, and the sum of exponentials of the scores less the
+ * largest; 0 if there are none. */
 typedef struct {
     float most, sum;
 } Softmax;
 
-/* What one head stores of one row: [slots][size] in bfloat16, or in 8 bits, with a scale per slot. */
+/* One head's store in one row: [slots][size] in bfloat16, or in 8 bits, with a scale per slot. */
 typedef struct {
     void *keys, *values;
     bf16 *key_scales, *value_scales;
 } Held;
 
-/* Queries of one head of keys, in one row, and what they are reckoned with over the slots from
- * `base` on, a multiple of SPAN, up to `length`, and the `nodes` after it: heads and sums [count]
- * [size], scores, later chances, [count][stride], and a tile of keys [size][BLOCK]. */
+/* Queries of one key head in one row, and their working memory for the slots from `base`, a
+ * multiple of SPAN, to `length`, and the `nodes` after it: heads and sums [count] [size], scores
+ * and then probabilities [count][stride], and a tile of keys [size][BLOCK]. */
 typedef struct {
     Query *queries;
     Held held;
@@ -50,8 +50,8 @@ static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *o
         narrowed(out + i, rounded(wide(x + i) * factor) * loaded(weight + i));
 }
 
-/* One head of one token, normed if there is a weight; of its numbers those that do are turned to
- * its position. */
+/* One head of one token, normed if there is a weight; the rotary part of it is rotated to its
+ * position. */
 static void turned(const Read *read, const Way *way, const bf16 *x, const float *weight,
         const Norm *norm, int64_t position, bf16 *out) {
     int64_t size = read->head_dim, half = way->turned / 2;
@@ -68,7 +68,7 @@ static void turned(const Read *read, const Way *way, const bf16 *x, const float 
     memset(other + 2 * half, 0, (size_t)(size - 2 * half) * sizeof *other);
     for (int64_t i = 0; i < size; i += LANES) {
         bits minus = (places + (int32_t)i < (int32_t)half) & INT32_MIN;
-        /* exact, as any product of two */
+        /* exact, like any product of two */
         lanes across = wide(other + i) * wide(sines + i);
         narrowed(out + i, rounded(wide(x + i) * wide(cosines + i)) + (lanes)((bits)across ^ minus));
     }
@@ -80,8 +80,7 @@ static int64_t depth_of(const int64_t *parents, int64_t node) {
     return depth;
 }
 
-/* Of the scores of LANES slots from `slot` on, those that are not in [start, end) become those of
- * nothing. */
+/* Masks those of the scores of LANES slots from `slot` on that are outside of [start, end). */
 static inline void bounded(float *scores, int64_t slot, int64_t start, int64_t end) {
     bits at = places + (int32_t)slot, outside = (at < (int32_t)start) | (at >= (int32_t)end);
     bits nothing = (bits)((lanes){} - INFINITY) & outside;
@@ -89,8 +88,8 @@ static inline void bounded(float *scores, int64_t slot, int64_t start, int64_t e
     memcpy(scores + slot, &x, sizeof x);
 }
 
-/* Scores of a query at positions `start` to `end`, in one span, become chances. Scores are those of
- * the span's first position on. */
+/* Turns a query's scores at positions `start` to `end`, in one span, into probabilities. Scores
+ * begin at the span's first position. */
 static Softmax softened(float *scores, int64_t start, int64_t end) {
     int64_t first = start / LANES * LANES, whole = (end + LANES - 1) / LANES * LANES;
     bounded(scores, first, start, end);
@@ -106,13 +105,13 @@ static Softmax softened(float *scores, int64_t start, int64_t end) {
     return (Softmax){top, total(sum)};
 }
 
-/* Scores of a query become chances, in the order of the text: from where its window begins to
- * `length`, then the nodes of its path, each span by itself. Those of other nodes, and of what only
- * others hear, become 0. */
+/* Turns a query's scores into probabilities, in text order: from the beginning of its window to
+ * `length`, then the nodes of its path, each span by itself. Those of other nodes, and of slots
+ * that only other queries see, become 0. */
 static void all_softened(const Heard *of, const Query *query, float *scores, Softmax *found) {
     int64_t base = of->base, last = of->length - base, deep = of->nodes ? query->deep : 0;
     int64_t start = query->start > base ? query->start - base : 0, end = last + deep;
-    /* whether nodes that are on other paths lie between its own */
+    /* whether nodes of other paths lie between its own */
     int64_t apart = deep && query->path[deep - 1] >= deep;
     float on[deep + 1];
     if (apart) {
@@ -132,7 +131,7 @@ static void all_softened(const Heard *of, const Query *query, float *scores, Sof
     for (int64_t d = 0; apart && d < deep; d++) scores[last + query->path[d]] = on[d];
 }
 
-/* `CALL(n)` with the number that `some` is, 1 to TOGETHER: sums of so many stay in registers. */
+/* `CALL(n)` with n = `some`, 1 to TOGETHER: so many sums stay in registers. */
 #define WITH_NUMBER(some, CALL) \
     switch (some) { \
     case 1: CALL(1); break; \
@@ -145,8 +144,8 @@ static void all_softened(const Heard *of, const Query *query, float *scores, Sof
     default: CALL(8); \
     }
 
-/* Numbers of the BLOCK keys from `slot` on beside those of the others, in the tile. What lies
- * after the last slot may be nobody's, and is not read. */
+/* Transposes the BLOCK keys from `slot` on into the tile. Memory after the last slot may not belong
+ * to the store, and is not read. */
 static void beside(const Heard *of, int64_t slot) {
     int64_t size = of->size, some = of->length + of->nodes - slot;
     const bf16 *keys = (const bf16 *)of->held.keys + slot * size;
@@ -179,8 +178,8 @@ static void beside(const Heard *of, int64_t slot) {
     }
 }
 
-/* Scores of `some` queries from `first` on with the BLOCK slots from `slot` on, whose keys are in
- * the tile. Each a sum along size. */
+/* Scores of `some` queries from `first` on for the BLOCK slots from `slot` on, whose keys are in
+ * the tile. Each is a sum along size. */
 ALWAYS void scored(const Heard *of, int64_t first, const int some, int64_t slot, float scale) {
     const float *heads = of->heads + first * of->size;
     lanes sum[TOGETHER] = {};
@@ -209,8 +208,8 @@ ALWAYS lanes value_at(const Heard *of, const int coded, int64_t slot, int64_t i)
             of->held.value_scales[slot]);
 }
 
-/* Sums of the values of `some` queries from `first` on go on over slots `from` to `to`, V vectors of
- * them at a time. Memory is asked for those NEAR slots later. */
+/* Continues the sums of values of `some` queries from `first` on over slots `from` to `to`, V
+ * vectors at a time. Prefetches slots NEAR ahead. */
 ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int coded, const int V,
         int64_t from, int64_t to) {
     const float *chances = of->scores + first * of->stride - of->base;
@@ -234,8 +233,8 @@ ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int 
     }
 }
 
-/* Sums of the values of `some` queries from `first` on, over slots `from` to `to`, few of them at a
- * time, which stay in the first cache, and these `count` slots after. */
+/* Sums of values of `some` queries from `first` on, over slots `from` to `to`, in groups that stay
+ * in the L1 cache, and these `count` slots after them. */
 ALWAYS void summed(const Heard *of, int64_t first, const int some, const int coded, int64_t from,
         int64_t to, const int64_t *slots, int64_t count) {
     memset(of->sums + first * of->size, 0, (size_t)(some * of->size) * sizeof(float));
@@ -249,8 +248,8 @@ ALWAYS void summed(const Heard *of, int64_t first, const int some, const int cod
         summed_on(of, first, some, coded, 1, slots[n], slots[n] + 1);
 }
 
-/* Of all slots whose positions are in the span from `begin` on, and that are not for nodes on no
- * path, which may never have been written. */
+/* All slots with positions in the span from `begin` on, except those of nodes on no path, which may
+ * never have been written. */
 static void all_summed(const Heard *of, int64_t begin) {
     int64_t deep[of->nodes + 1], slots[of->nodes + 1], some = 0, end = begin + SPAN;
     memset(deep, 0, sizeof deep);
@@ -267,8 +266,8 @@ static void all_summed(const Heard *of, int64_t begin) {
     for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SUMMED)
 }
 
-/* The softmax and the sums of the values [size] of one more span are merged with those of the spans
- * before it, in the order of the text. */
+/* Merges the softmax and the sums of values [size] of one more span with those of the spans before
+ * it, in text order. */
 static void merged(Softmax *whole, float *sums, Softmax more, const float *others, int64_t size) {
     if (more.sum == 0) return;
     if (whole->sum == 0) {
@@ -285,24 +284,24 @@ static void merged(Softmax *whole, float *sums, Softmax more, const float *other
     }
 }
 
-/* What a query hears: sums of values over the sum of chances. */
+/* The output of a query: the sums of values divided by the sum of probabilities. */
 static void put(bf16 *out, Softmax whole, const float *sums, int64_t size) {
     float share = 1.0f / whole.sum;
     for (int64_t i = 0; i < size; i += LANES) narrowed(out + i, loaded(sums + i) * share);
 }
 
-/* What spans make of queries, before they are merged: [heads of all rows, spans, queries], sums
- * [size] of each. */
+/* The results of spans for queries before they are merged: [heads of all rows, spans, queries],
+ * sums [size] each. */
 typedef struct {
     Softmax *softmaxes;
     float *sums;
     int64_t spans, queries;
 } Spans;
 
-/* Attention of queries `from` to `to` that share the keys of one head, in one row, over spans `first`
- * to `last`, of which the last one of the text has all that lie in or after the last committed
- * slot. A query is (node, head of the group). To `out`, or to be merged to `spans`, if there are
- * any, of this head. */
+/* Attention of queries `from` to `to` that share a key head, in one row, over spans `first` to
+ * `last`, of which the text's last one has all slots in or after that of the last committed one. A
+ * query is (node, head of the group). Writes to `out`, or to this head's `spans`, if there are any,
+ * for merging. */
 static void attended(const Read *read, const Layer *layer, int64_t row, int64_t key_head,
         Held held, const bf16 *inner, const Norm *norm, bf16 *out, int64_t from, int64_t to,
         int64_t first, int64_t last, const Spans *spans) {
@@ -310,7 +309,7 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
     int64_t size = read->head_dim, group = read->heads / read->key_heads, nodes = read->nodes;
     int64_t begin = start_of(read, row), count = to - from, length = read->lengths[row];
     int64_t stride = (SPAN + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES, paths[count][nodes];
-    int64_t most = nodes / SPAN + 2;                        /* spans after those that are full */
+    int64_t most = nodes / SPAN + 2;                        /* spans after the full ones */
     Query queries[count];
     Softmax found[most], whole[count], parts[most][count];
     Heard heard = {
@@ -378,7 +377,7 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
                 all + q * size, size);
 }
 
-/* Codes of 8 bits of a head's numbers, the largest of which is 127; returns their scale. */
+/* 8-bit codes of a head's numbers, the largest of which is 127; returns their scale. */
 static bf16 encoded(const bf16 *x, int8_t *out, int64_t size) {
     lanes top = {}, least = (lanes){} - 127.0f;
     for (int64_t i = 0; i < size; i += LANES) top = larger(absolute(wide(x + i)), top);
@@ -392,7 +391,7 @@ static bf16 encoded(const bf16 *x, int8_t *out, int64_t size) {
     return stored;
 }
 
-/* What the `which`-th head of keys of all rows stores. */
+/* The store of the `which`-th key head of all rows. */
 static Held held_of(const Read *read, void *const *stores, int64_t which) {
     int64_t slot = which * read->capacity, coded = read->stores > 2,
             at = slot * read->head_dim * (coded ? 1 : (int64_t)sizeof(bf16));
@@ -400,8 +399,8 @@ static Held held_of(const Read *read, void *const *stores, int64_t which) {
             coded ? (bf16 *)stores[2] + slot : NULL, coded ? (bf16 *)stores[3] + slot : NULL};
 }
 
-/* Keys and values of one row's nodes that are read, of one head, after what is committed; keys
- * normed if there is a weight, and turned. */
+/* Stores one head's keys and values of a row's nodes in this read, after the committed ones; keys
+ * are normed if there is a weight, and rotated. */
 static void written(const Read *read, const Layer *layer, int64_t row, int64_t head,
         const bf16 *inner, const Norm *norm, Held held) {
     int64_t size = read->head_dim, lines = read->heads + 2 * read->key_heads;
@@ -422,9 +421,8 @@ static void written(const Read *read, const Layer *layer, int64_t row, int64_t h
     }
 }
 
-/* Queries, keys and values that are read, what is stored, and where what attention makes of them
- * goes; the queries of a head of keys are cut into `parts` of `each`, or, if their spans are merged
- * later, its spans are. */
+/* The queries, keys and values of a read, their stores, and the output of attention; the queries of
+ * a key head are cut into `parts` of `each`, or, if its spans are merged later, its spans are. */
 typedef struct {
     const Read *read;
     const Layer *layer;
@@ -436,14 +434,14 @@ typedef struct {
     Spans spans;
 } Attention;
 
-/* What is merged of a head of keys, in one row. */
+/* The results to merge of a key head in one row. */
 static Spans spans_of(const Attention *of, int64_t which) {
     int64_t from = which * of->spans.spans * of->spans.queries;
     return (Spans){of->spans.softmaxes + from, of->spans.sums + from * of->read->head_dim,
             of->spans.spans, of->spans.queries};
 }
 
-/* Heads of keys, counted through all rows. */
+/* Key heads, counted over all rows. */
 static void write_heads(const void *work, int64_t first, int64_t last) {
     const Attention *of = work;
     int64_t heads = of->read->key_heads;
@@ -452,12 +450,12 @@ static void write_heads(const void *work, int64_t first, int64_t last) {
                 held_of(of->read, of->stores, one));
 }
 
-/* Queries of a row that read one head of keys. */
+/* The queries of a row that share one key head. */
 static int64_t queries_of(const Read *read, int64_t row) {
     return (start_of(read, row + 1) - start_of(read, row)) * (read->heads / read->key_heads);
 }
 
-/* Parts of the queries of heads of keys, counted through all rows. */
+/* Parts of the queries of key heads, counted over all rows. */
 static void attend_parts(const void *work, int64_t first, int64_t last) {
     const Attention *of = work;
     const Read *read = of->read;
@@ -471,7 +469,7 @@ static void attend_parts(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* Spans of heads of keys, counted through all rows. */
+/* Spans of key heads, counted over all rows. */
 static void attend_spans(const void *work, int64_t first, int64_t last) {
     const Attention *of = work;
     const Read *read = of->read;
@@ -487,7 +485,7 @@ static void attend_spans(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* Heads of keys, counted through all rows: their spans are merged. */
+/* Merges the spans of key heads, counted over all rows. */
 static void merge_heads(const void *work, int64_t first, int64_t last) {
     const Attention *of = work;
     const Read *read = of->read;
@@ -509,16 +507,16 @@ static void merge_heads(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* Room for what is merged: this thread's own, until it asks again. */
+/* Memory for results to merge: this thread's own, valid until its next call. */
 static float *merging_room(int64_t numbers) {
     static _Thread_local Scratch room;
     return enlarged(&room, numbers);
 }
 
-/* Queries, keys and values of the nodes that are read, [start_of(rows), heads + 2 key_heads,
- * head_dim]: turn them, write keys and values to `stores` [rows, key_heads, capacity, head_dim]
- * after the committed tokens, attend to those and to each node's own path; out [start_of(rows), heads,
- * head_dim]. */
+/* Queries, keys and values of the nodes in this read, [start_of(rows), heads + 2 key_heads,
+ * head_dim]: rotates them, writes keys and values to `stores` [rows, key_heads, capacity, head_dim]
+ * after the committed tokens, and attends to those and to each node's own path; out
+ * [start_of(rows), heads, head_dim]. */
 void draftproof_attention(const Read *read, const Layer *layer, const bf16 *inner, const Norm *norm,
         void *const *stores, bf16 *out) {
     int64_t group = read->heads / read->key_heads, shared = read->rows * read->key_heads;

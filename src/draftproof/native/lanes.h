@@ -29,7 +29,7 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
-/* what is smaller, in numbers, one thread computes sooner alone */
+/* smaller work, in numbers, is faster on one thread */
 enum { SMALL = 1 << 14 };
 
 static inline float widen(bf16 x) {
@@ -37,12 +37,12 @@ static inline float widen(bf16 x) {
     return u.f;
 }
 
-static inline bf16 narrow(float x) {            /* to the nearest, ties to even */
+static inline bf16 narrow(float x) {            /* round to nearest, ties to even */
     union { float f; uint32_t i; } u = {x};
     return x != x ? 0x7fc0 : (bf16)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
 }
 
-/* As `narrow`, by integers. */
+/* As `narrow`, with integers. */
 static inline halves lower_halves(bits x);
 static inline halves shortened_bits(lanes x) {
     bits i = (bits)x, out = (bits)((words)(i + 0x7fff + ((i >> 16) & 1)) >> 16), nan = x != x;
@@ -77,7 +77,7 @@ static inline lanes from_half(const uint16_t *from) {
     return from_halves(h);
 }
 
-/* Codes of 8 bits times their scale, rounded. */
+/* 8-bit codes times their scale, rounded. */
 static inline lanes decoded(const int8_t *from, bf16 scale) {
     return rounded(number(from_bytes(from)) * widen(scale));
 }
@@ -156,7 +156,7 @@ static inline lanes partly(const bf16 *from, int64_t some) {
     return wide(held);
 }
 
-/* Room that grows with what is asked for. */
+/* Memory that grows on demand. */
 typedef struct {
     float *held;
     int64_t size;
@@ -172,7 +172,7 @@ static inline float *enlarged(Scratch *room, int64_t numbers) {
     return room->held;
 }
 
-/* Room for so many numbers, this thread's own, until it asks again. */
+/* Memory for so many numbers, this thread's own, valid until its next call. */
 static inline float *scratch(int64_t numbers) {
     static _Thread_local Scratch room;
     return enlarged(&room, numbers);
@@ -183,14 +183,15 @@ typedef struct {
     int64_t token;
 } Scored;
 
-/* Put a score into the `count` best, falling; of equals the earlier token stays in front. */
+/* Inserts a score into the `count` best, in descending order; of equals the earlier token comes
+ * first. */
 static inline void ranked(Scored *best, int64_t count, float score, int64_t token) {
     int64_t at = count - 1;
     for (; at > 0 && best[at - 1].score < score; at--) best[at] = best[at - 1];
     best[at] = (Scored){score, token};
 }
 
-/* What a row is divided by, the other way round. */
+/* The reciprocal of a row's root mean square. */
 static inline float factor_of(const bf16 *x, float epsilon, int64_t size) {
     lanes squares = {};
     for (int64_t i = 0; i < size; i += LANES) squares += wide(x + i) * wide(x + i);

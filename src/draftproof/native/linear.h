@@ -1,5 +1,5 @@
-/* Linear layers: how a product is described to the kernels that compute it, by vectors or by tiles.
- * */
+/* Linear layers: the description of a product for the kernels that compute it, by vectors or by
+ * tiles. */
 #pragma once
 #include "model.h"
 
@@ -10,23 +10,23 @@ enum { BFLOAT16, INT8, KINDS };
 /* Up to MOST rows are multiplied together, a chunk, and up to ROWS rows with weights in the cache.
  */
 enum { MOST = 12, CHUNKS = 8, ROWS = 128 };
-/* Weights, in numbers, that are worth a piece of their own. */
+/* The number of weights that is worth a separate piece of work. */
 enum { PIECE = 1 << 16 };
-/* Kernels run over BLOCK words of up to STRIPS strips, which stay in the first cache. */
+/* Kernels run over BLOCK words of up to STRIPS strips, which stay in the L1 cache. */
 enum { BLOCK = 64, STRIPS = 4 };
 
-/* AVX2 without VNNI multiplies codes of 8 bits in 16: first and third, then second and fourth. */
+/* AVX2 without VNNI multiplies 8-bit codes in 16 bits: first and third, then second and fourth. */
 #if LANES == 8 && !defined(__AVXVNNI__)
 #define WIDE_CODES 1
 #else
 #define WIDE_CODES 0
 #endif
 
-/* Words of inputs for one of weights: bfloat16 is read as float, but by instructions that take two
- * numbers of it. */
+/* Words of inputs per word of weights: bfloat16 is read as float, except by instructions that take
+ * pairs of bfloat16. */
 #define WIDTH_OF(kind) ((kind) == BFLOAT16 ? 2 - MATRICES : 1 + WIDE_CODES)
 
-/* NEON multiplies signed numbers: weights of 8 bits less 128. */
+/* NEON multiplies signed numbers: 8-bit weights less 128. */
 #if LANES == 4 && !MATRICES
 #define SIGNED_WEIGHTS 1
 #define AS_SIGNED(weights) ((weights) ^ (int32_t)0x80808080)
@@ -35,8 +35,8 @@ enum { BLOCK = 64, STRIPS = 4 };
 #define AS_SIGNED(weights) (weights)
 #endif
 
-/* What is to be computed. The rows of inputs lie chunk by chunk; those of a chunk block by block, a
- * block of one row after that of another. */
+/* A product to compute. The rows of inputs lie chunk by chunk; those of a chunk block by block, one
+ * row's block after another's. */
 typedef struct {
     const Linear *layer;
     const bf16 *inputs;
@@ -72,7 +72,7 @@ static inline lanes output_of(const Product *of, lanes sum, int64_t row, int64_t
     return layer->bias ? sum + wide(layer->bias + start) : sum;
 }
 
-/* Sums of strips `first` to `last` and rows `row` to `end` become outputs. */
+/* Turns sums of strips `first` to `last` and rows `row` to `end` into outputs. */
 static void finish(const Product *of, int64_t first, int64_t last, int64_t row, int64_t end,
                    lanes (*sums)[ROWS][SIDES]) {
     int64_t outputs = of->layer->outputs;

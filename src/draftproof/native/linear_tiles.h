@@ -7,12 +7,12 @@
 
 #include "linear.h"
 
-/* A chunk has up to TILE_ROWS rows, and blocks are of one tile. Weights wanted EARLY steps later
- * are asked for; a step is TILE_BLOCK words of a strip, and STEPS of them are made at a time. */
+/* A chunk has up to TILE_ROWS rows, and a block is one tile. Weights are prefetched EARLY steps
+ * ahead; a step is TILE_BLOCK words of a strip, and STEPS of them are made at a time. */
 enum { TILE_ROWS = 16, TILE_BLOCK = 16, TILE_STRIPS = 2 };
 enum { STEP = TILE_BLOCK * LINE, STEPS = 64, EARLY = 4 };
 
-/* Whether the system keeps the tiles of a thread. Linux has to be asked for it. */
+/* Whether the system saves the tiles of threads, which Linux does on request. */
 static int tiles_allowed(void) {
 #ifdef __linux__
     enum { ASK = 0x1023, TILE_DATA = 18 };
@@ -25,22 +25,21 @@ static int tiles_allowed(void) {
 #endif
 }
 
-/* What the tiles of a thread look like. */
+/* The shapes of a thread's tiles. */
 typedef struct {
     uint8_t palette, start, nothing[14];
     uint16_t bytes[16];
     uint8_t rows[16];
 } Tiles;
 
-/* What tiles are loaded from is in memory by now: compilers have not been told that loading reads
- * it. */
+/* Forces the sources of tiles into memory: compilers do not know that tile loads read them. */
 #define WRITTEN __asm__ volatile("" ::: "memory")
 
 /* of a thread's tiles; 0 if it has none */
 static _Thread_local int64_t tile_form;
 
-/* Tiles for chunks of so many rows; the lower may have none: sums 0 to 3, rows 4 and 5, weights 6,
- * 7. */
+/* Configures tiles for chunks of so many rows; the lower may have none: sums 0 to 3, rows 4 and 5,
+ * weights 6, 7. */
 static void tiled(int64_t upper, int64_t lower) {
     int64_t wanted = upper * (TILE_ROWS + 1) + lower;
     if (tile_form == wanted) return;
@@ -52,20 +51,20 @@ static void tiled(int64_t upper, int64_t lower) {
     _tile_loadconfig(&tiles);
 }
 
-/* The thread needs its tiles no more. */
+/* Releases the thread's tiles. */
 static void tiles_released(void) {
     _tile_release();
     tile_form = 0;
 }
 
-/* Ask memory for the weights EARLY steps after those of step `i`. */
+/* Prefetches the weights EARLY steps after those of step `i`. */
 static inline void ahead(int64_t i, int64_t steps, const char *here, const char *next) {
     const char *from = i + EARLY < steps ? here + EARLY * STEP : next + (i + EARLY - steps) * STEP;
     _Pragma("GCC unroll 32") for (int line = 0; line < STEP; line += 64)
         __builtin_prefetch(from + line);
 }
 
-/* Sums of two chunks begin at zero, or go on from what was stored. */
+/* Starts sums of two chunks at zero, or continues stored ones. */
 #define BEGIN(SUMS, OTHER) \
     if (fresh) { \
         _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); \

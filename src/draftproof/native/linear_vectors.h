@@ -19,7 +19,7 @@ ALWAYS Weight weight_of(const int kind, const char *from) {
 #endif
 }
 
-/* A sum goes on over one word of weights and the inputs that these are of. */
+/* Continues a sum over one word of weights and its inputs. */
 ALWAYS lanes added(const int kind, lanes sum, Weight weight, const int32_t *inputs) {
     if (kind == BFLOAT16) {
 #if MATRICES

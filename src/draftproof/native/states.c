@@ -20,8 +20,8 @@ static inline float dot(const float *a, const float *b, int64_t size) {
     return all;
 }
 
-/* The next token of a slab [inner, SLAB]: the state fades, what it holds under the key is replaced
- * by the value, in part, and it is asked by the query. */
+/* The next token of a slab [inner, SLAB]: the state decays, its value under the key is partly
+ * replaced, and the query reads it. */
 static inline void advance(float *slab, const float *key, const float *query, const float *value,
         float decay, float rate, int64_t inner, float *out) {
     lanes held[2][4] = {}, told[2][4] = {}, fresh[2];
@@ -77,9 +77,9 @@ static void delta_slabs(const void *work, int64_t first, int64_t last) {
 }
 
 /* A gated delta rule over tokens, from the states `before` them to those `after`, which may be the
- * same, as in torch_recurrent_gated_delta_rule of transformers: keys and queries are normalised.
- * decay: logarithms, 0 or less. rate: how much of a value is written. Heads share keys and queries
- * in groups. */
+ * same memory, as in transformers' torch_recurrent_gated_delta_rule: keys and queries are
+ * normalised. decay: logarithms, 0 or less. rate: factors with which values are written. Groups of
+ * heads share keys and queries. */
 void draftproof_delta_rule(const float *query /* [rows, tokens, groups, inner] */,
         const float *key /* [rows, tokens, groups, inner] */,
         const float *value /* [rows, tokens, heads, depth] */,
@@ -130,8 +130,8 @@ static void convolve(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* A convolution of each channel with what came before, `taps` wide, and silu of it if that is
- * wanted: of the last `tokens`; the others are left as they are. */
+/* A causal convolution of each channel, `taps` wide, with optional silu, for the last `tokens`
+ * alone; other outputs are not changed. */
 void draftproof_causal_conv(const bf16 *inputs /* [rows, channels, length] */,
         const bf16 *weights /* [channels, taps] */, const bf16 *bias /* [channels] or null */,
         bf16 *out /* [rows, channels, length] */, int64_t rows, int64_t channels, int64_t length,
@@ -141,8 +141,8 @@ void draftproof_causal_conv(const bf16 *inputs /* [rows, channels, length] */,
     share_out(convolve, &of, rows * parts, 1 + SMALL / 8 / LANES / (1 + tokens), threads);
 }
 
-/* Of each head of a token, the logarithm of how much of its state is left, and how much of a value
- * is written: -e^fall * log(1 + e^(time + bias)), and the sigmoid of how much. */
+/* For each head of a token, the logarithm of the decay of its state, and the rate at which values
+ * are written: -e^fall * log(1 + e^(time + bias)), and the sigmoid of `much`. */
 void draftproof_delta_gates(const bf16 *time /* [tokens, heads] */,
         const bf16 *much /* [tokens, heads] */, const float *fall /* [heads] */,
         const float *bias /* [heads] */, float *decay /* [tokens, heads] */,
