@@ -2,7 +2,7 @@
 #pragma once
 #include <arm_neon.h>
 
-/* Whether there are instructions for products of small matrices, in 8 bits and in bfloat16. */
+/* Whether there are instructions for products of small matrices in 8 bits and in bfloat16. */
 #if defined(__ARM_FEATURE_MATMUL_INT8) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define MATRICES 1
 #endif
@@ -12,7 +12,7 @@ static inline lanes widened(halves h) { return (lanes)vshll_n_u16((uint16x4_t)h,
 /* The lower 16 bits of numbers below 2^16. */
 static inline halves lower_halves(bits x) { return (halves)vmovn_u32((uint32x4_t)x); }
 
-/* To bfloat16 as `narrow`. */
+/* To bfloat16, as `narrow`. */
 static inline halves shortened(lanes x) { return shortened_bits(x); }
 
 static inline lanes number(bits x) { return (lanes)vcvtq_f32_s32((int32x4_t)x); }
@@ -54,7 +54,7 @@ static inline lanes larger(lanes a, lanes b) {           /* the second where eit
                             (float32x4_t)b);
 }
 
-/* Halves change places, or neighbours. */
+/* Swaps halves, or neighbours. */
 static inline lanes halves_swapped(lanes x) {
     return (lanes)vextq_f32((float32x4_t)x, (float32x4_t)x, 2);
 }
@@ -134,7 +134,7 @@ ALWAYS bits side_by_side(const int32_t *first, const int32_t *second) {
 }
 #endif
 
-/* Rows become columns of a square. */
+/* Transposes a square. */
 static inline void transposed(lanes *square) {
     float32x4x2_t upper = vtrnq_f32((float32x4_t)square[0], (float32x4_t)square[1]);
     float32x4x2_t lower = vtrnq_f32((float32x4_t)square[2], (float32x4_t)square[3]);

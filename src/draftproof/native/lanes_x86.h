@@ -29,8 +29,8 @@ static inline halves lower_halves(bits x) {
 #endif
 }
 
-/* To bfloat16 as `narrow`; processors that do it themselves take what is smaller than any normal
- * number for zero. */
+/* To bfloat16, as `narrow`; processors that have an instruction for it treat subnormal numbers as
+ * zero. */
 static inline halves shortened(lanes x) {
 #ifdef __AVX512BF16__
     return (halves)_mm512_cvtneps_pbh((floats)x);
@@ -74,7 +74,7 @@ static inline lanes larger(lanes a, lanes b) {           /* the second where eit
 }
 
 #ifndef __AVX512F__
-/* Numbers whose places differ by `HALF`, a power of two, change places. */
+/* Swaps numbers whose places differ by `HALF`, a power of two. */
 #define SWAPPED(x, HALF) ((HALF) == 4 ? (lanes)_mm256_permute2f128_ps((floats)(x), (floats)(x), 1) \
     : (HALF) == 2 ? (lanes)_mm256_permute_ps((floats)(x), 0x4e) \
     : (lanes)_mm256_permute_ps((floats)(x), 0xb1))
@@ -134,7 +134,7 @@ ALWAYS bits dotted(bits sum, bits weights, int32_t codes) {
 }
 #endif
 
-/* Rows become columns of a square: in halves of halves, what is off the diagonal changes places. */
+/* Transposes a square: in halves of halves, off-diagonal parts are swapped. */
 static inline void transposed(lanes *square) {
     integers one[LANES], two[LANES];
     for (int i = 0; i < LANES; i += 2) {

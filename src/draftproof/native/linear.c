@@ -1,5 +1,5 @@
 /* Linear layers in bfloat16, in 8 bits with a scale per output, and in the block formats of GGUF
- * files: by tiles where the processor has them and for the first two, else by vectors. */
+ * files: the first two by tiles where the processor has them, otherwise by vectors. */
 #define _GNU_SOURCE
 #ifndef __clang__
 #pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
@@ -13,7 +13,7 @@
 #define TILES 0
 #endif
 
-/* Whether this build can be used: of tiles, the kernel of the system has to be asked. */
+/* Whether this build can be used; tiles need the system's permission. */
 int draftproof_usable(void) {
 #if TILES
     return tiles_allowed();
@@ -22,7 +22,7 @@ int draftproof_usable(void) {
 #endif
 }
 
-/* The largest of a row of activations, NaN if one is. */
+/* The largest activation of a row, NaN if one is. */
 static float largest_input(const bf16 *x, int64_t size) {
     int64_t whole = size / LANES * LANES;
     lanes top = {};
@@ -35,15 +35,15 @@ static float largest_input(const bf16 *x, int64_t size) {
     return some_of(broken) ? NAN : largest(top);
 }
 
-/* Activations times `factor` to the nearest whole number, -127 to 127, zeros up to `padded`; each
- * in a byte or, if wide, four by four in 16 bits: first, third, second, fourth. Returns the sum of
- * the codes. */
+/* Activations times `factor`, rounded to the nearest integer, -127 to 127, with zeros up to
+ * `padded`; each in a byte or, if wide, in 16 bits, each four in the order first, third, second,
+ * fourth. Returns the sum of the codes. */
 static int32_t coded(const bf16 *x, int64_t size, int64_t padded, float factor, int wide_codes,
                      int32_t *words) {
     bits sum = {};
     for (int64_t i = 0; i < padded; i += LANES) {
         lanes v = i + LANES <= size ? wide(x + i) : partly(x + i, i < size ? size - i : 0);
-        bits code = __builtin_convertvector(v * factor + 128.5f, bits) - 128;   /* by cutting off */
+        bits code = __builtin_convertvector(v * factor + 128.5f, bits) - 128;   /* by truncation */
         sum += code;
 #if WIDE_CODES
         if (wide_codes) {
@@ -64,7 +64,7 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, float factor, 
     return all;
 }
 
-/* Numbers as vectors read them, as float; as tiles and matrices do, as they are. Zeros up to `padded`. */
+/* Numbers as floats for vectors, or unchanged for tiles and matrices, with zeros up to `padded`. */
 static void copied(const bf16 *x, int64_t size, int64_t padded, int32_t *words) {
     if (TILES || MATRICES) {
         memcpy(words, x, (size_t)size * sizeof *x);
@@ -77,7 +77,7 @@ static void copied(const bf16 *x, int64_t size, int64_t padded, int32_t *words) 
     }
 }
 
-/* Lay one row of the inputs out. */
+/* Lays out one row of the inputs. */
 static void prepare(const Product *of, int64_t row) {
     int64_t chunk = ((row + 1) * of->chunks - 1) / of->rows, from = first_row(of, chunk);
     int64_t beside = first_row(of, chunk + 1) - from, size = of->layer->size;
@@ -100,7 +100,7 @@ static void prepare(const Product *of, int64_t row) {
     }
 }
 
-/* Inputs of a row in 8 bits, with a scale per 32. */
+/* The inputs of a row in 8 bits, with a scale per 32. */
 static void prepare_blocks(const BlockProduct *of, int64_t row) {
     int64_t chunk = ((row + 1) * of->chunks - 1) / of->rows, size = of->layer->size;
     int64_t from = of->rows * chunk / of->chunks, next = of->rows * (chunk + 1) / of->chunks;
@@ -127,10 +127,10 @@ static void prepare_blocks(const BlockProduct *of, int64_t row) {
     }
 }
 
-/* A layer without parts, and how it is multiplied: the strips of all parts of a layer are shared
- * out together. */
+/* A layer without parts, and the description of its product: all parts of a layer share out their
+ * strips together. */
 typedef struct {
-    int64_t strips, together;                   /* strips multiplied at a time, at most */
+    int64_t strips, together;                   /* strips multiplied at a time at most */
     Product plain;
     BlockProduct blocks;
 } Part;
@@ -140,8 +140,8 @@ typedef struct {
     int64_t count;
 } Parts;
 
-/* Describe a part whose outputs stand `stride` numbers apart; returns the numbers of its inputs as
- * they are laid out. */
+/* Describes a part whose outputs are `stride` numbers apart; returns the count of numbers of its
+ * laid-out inputs. */
 static int64_t describe(Part *part, const Linear *layer, const bf16 *inputs, bf16 *out,
         int64_t stride, int64_t rows) {
     part->strips = (layer->outputs + STRIP - 1) / STRIP, part->together = STRIPS;
@@ -149,7 +149,7 @@ static int64_t describe(Part *part, const Linear *layer, const bf16 *inputs, bf1
         part->blocks = (BlockProduct){.layer = layer, .inputs = inputs, .out = out,
             .stride = stride, .rows = rows, .chunks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS,
             .spans = (layer->padded + SPAN - 1) / SPAN};
-        /* one strip after another is one stream */
+        /* consecutive strips are one stream */
         if (part->blocks.chunks == 1) part->together = 1;
         return rows * part->blocks.spans * (int64_t)(sizeof(Activations) / sizeof(float));
     }
@@ -166,7 +166,7 @@ static int64_t describe(Part *part, const Linear *layer, const bf16 *inputs, bf1
     return (2 * rows + rows * of->stretch * of->width + LANES - 1) / LANES * LANES;
 }
 
-/* Where the inputs of a part are laid out. */
+/* The layout of a part's inputs. */
 static void place_inputs(Part *part, float *room) {
     Product *of = &part->plain;
     part->blocks.activations = (Activations *)room, of->scales = room;
@@ -200,7 +200,7 @@ static void multiply_strips(const Part *part, int64_t first, int64_t last) {
     }
 }
 
-/* Strips, counted through all parts. */
+/* Strips, counted over all parts. */
 static void multiply_parts(const void *work, int64_t first, int64_t last) {
     const Parts *of = work;
     for (int64_t p = 0, start = 0; p < of->count; start += of->parts[p++].strips) {
@@ -234,8 +234,8 @@ void draftproof_linear(const Linear *layer, const bf16 *inputs /* [rows, layer->
     share_out(multiply_parts, &of, strips, 1 + PIECE / (STRIP * (layer->size + 1)), threads);
 }
 
-/* inputs += silu(layer(inputs)), rounded as operators would; [rows, size]. beside: room for as
- * much. */
+/* inputs += silu(layer(inputs)), rounded like separate operators; [rows, size]. beside: memory of
+ * the same size. */
 void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_t rows,
         int64_t threads) {
     draftproof_linear(layer, inputs, beside, rows, threads);
@@ -243,29 +243,29 @@ void draftproof_residual(const Linear *layer, bf16 *inputs, bf16 *beside, int64_
         narrowed(inputs + i, wide(inputs + i) + rounded(silu(wide(beside + i))));
 }
 
-/* The bits 4 w + b of a word, which are the fifth bits of 32 codes, to places 8 b + w. */
+/* Moves the bits 4 w + b of a word, which are the fifth bits of 32 codes, to places 8 b + w. */
 static uint32_t reordered(uint32_t all) {
     uint32_t result = 0;
     for (int i = 0; i < 32; i++) result |= (all >> i & 1) << (i % 4 * 8 + i / 4);
     return result;
 }
 
-/* Where a word of a block stands in a record: the words of Q6_K in the order in which they are
- * unpacked, two words of codes and one of their upper bits, so that memory is read as one stream. */
+/* The place of a block's word in a record: the words of Q6_K are in the order of unpacking, two
+ * words of codes and one of their upper bits, so that memory is read as one stream. */
 static int64_t place_of(int64_t format, int64_t word) {
     if (format != Q6_K || word >= 48) return word;
     if (word >= 32) return (word - 32) / 8 * 24 + word % 8 * 3 + 2;
     return word / 16 * 24 + word % 8 * 3 + word / 8 % 2;
 }
 
-/* A word of codes as a record has it. Codes of Q8_0 become unsigned, and fifth bits are reordered,
- * so that a word of them is one shift away from the words of the codes. */
+/* A word of codes in the form of records. Codes of Q8_0 become unsigned, and fifth bits are
+ * reordered, so that a word of them is one shift away from the words of the codes. */
 ALWAYS uint32_t turned(int64_t format, int64_t word, uint32_t codes) {
     if (format == Q8_0) return codes ^ 0x80808080;
     return (format == Q5_0 && word == 0) || (format == Q5_1 && word == 1) ? reordered(codes) : codes;
 }
 
-/* A block of a file to an output's place in a record. */
+/* Copies a block of a file to an output's place in a record. */
 static void pack_block(int64_t format, const uint8_t *block, int64_t output, uint8_t *record) {
     const Format *form = formats + format;
     for (int64_t w = 0; w < form->words; w++) {
@@ -278,7 +278,8 @@ static void pack_block(int64_t format, const uint8_t *block, int64_t output, uin
             (size_t)form->rest);
 }
 
-/* LANES words of the blocks of STRIP rows, from word `first` on, to their places in a record. */
+/* Copies LANES words of the blocks of STRIP rows, from word `first` on, to their places in a
+ * record. */
 static void pack_words(int64_t format, const uint8_t *const *blocks, int64_t first,
         uint8_t *record) {
     const Format *form = formats + format;
@@ -296,7 +297,7 @@ static void pack_words(int64_t format, const uint8_t *const *blocks, int64_t fir
     }
 }
 
-/* The blocks of STRIP rows that make up a record, word by word, so that it is written in order. */
+/* Makes a record from the blocks of STRIP rows, word by word, so that it is written in order. */
 static void pack_record(int64_t format, const uint8_t *const *blocks, uint8_t *record) {
     const Format *form = formats + format;
     int64_t w = 0;
@@ -336,7 +337,8 @@ static void pack_strips(const void *work, int64_t first, int64_t last) {
         }
 }
 
-/* Rows of blocks as in a file to records [outputs / 32, blocks], outputs rounded up with zeros. */
+/* Packs rows of blocks from a file into records [outputs / 32, blocks], with outputs rounded up
+ * with zeros. */
 void draftproof_pack(int64_t format,
         const uint8_t *rows /* [outputs, blocks * block_bytes(format)] */, int64_t outputs,
         int64_t blocks, uint8_t *out /* [(outputs + 31) // 32 * 32, blocks * block_bytes(format)] */,
@@ -345,8 +347,8 @@ void draftproof_pack(int64_t format,
     share_out(pack_strips, &of, (outputs + STRIP - 1) / STRIP, 1, threads);
 }
 
-/* Weights of an output of a layer with blocks, from input SPAN * span on: [SPAN], or fewer at the
- * end. */
+/* The weights of an output of a layer with blocks, from input SPAN * span on: [SPAN], or fewer at
+ * the end. */
 static void span_of_row(const Linear *layer, int64_t row, int64_t span, float *out) {
     const Format *form = formats + layer->format;
     int64_t words = form->sums & HALF_GROUPS ? 4 : 8, minimum = form->sums & MINIMUM;
@@ -381,16 +383,16 @@ static void unpack_rows(const void *work, int64_t first, int64_t last) {
     }
 }
 
-/* Weights of the outputs `numbers` [count] of a layer with blocks, as the format defines them:
- * [count, size]. Of outputs that the layer has not: of the nearest. */
+/* The weights of the outputs `numbers` [count] of a layer with blocks, as the format defines them:
+ * [count, size]. Indices outside of the layer mean the nearest output. */
 void draftproof_block_rows(const Linear *layer, const int64_t *numbers /* [count] */, int64_t count,
         float *out /* [count, layer->size] */, int64_t threads) {
     Unpacking of = {layer, numbers, out};
     share_out(unpack_rows, &of, count, 8, threads);
 }
 
-/* A row of blocks as bfloat16, each number rounded once. It is packed span by span, as the only
- * output of a layer. */
+/* A row of blocks as bfloat16, with each number rounded once. It is packed span by span, as the
+ * only output of a layer. */
 static void embed_blocks(const Embeddings *table, const uint8_t *row, bf16 *out) {
     const Format *form = formats + table->format;
     char records[SPAN / 32 * STRIP * 40] __attribute__((aligned(64))) = {};
@@ -407,7 +409,7 @@ static void embed_blocks(const Embeddings *table, const uint8_t *row, bf16 *out)
     }
 }
 
-/* Embeddings of tokens. A token that the table lacks is read as the nearest that it has. */
+/* Embeddings of tokens. A token outside of the table is read as the nearest one inside. */
 void draftproof_embed(const Embeddings *table, const int64_t *tokens /* [count] */, int64_t count,
         bf16 *out /* [count, table->size] */) {
     int64_t size = table->size;

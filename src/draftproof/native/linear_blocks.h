@@ -15,15 +15,15 @@
 enum { NO_BLOCKS, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS,
     MXFP4, FORMATS };
 
-/* A block in a file: how many inputs it has, its bytes, its words and the byte that these begin at,
- * and the bytes of its rest and where this begins. `sums` says how products are summed; codes are
- * less by the power of two `shift`, or have a minimum. */
+/* A block in a file: its number of inputs, its bytes, its words and the byte where these begin, and
+ * the bytes of its rest and where this begins. `sums` is the way of summing products; codes are
+ * offset by the power of two `shift`, or have a minimum. */
 typedef struct {
     int64_t inputs, bytes, words, first, rest, last, sums, shift;
 } Format;
 
-/* How products are summed: how large codes are, which matters without VNNI; whether a scale is of
- * 16 inputs instead of 32; and whether a minimum is subtracted instead of an offset. */
+/* The way of summing products: the size of codes, which matters without VNNI; whether a scale is
+ * for 16 inputs instead of 32; and whether a minimum is subtracted instead of an offset. */
 enum { BITS_4 = 0, BITS_6 = 1, BITS_8 = 2, HALF_GROUPS = 4, MINIMUM = 8 };
 
 static const Format formats[FORMATS] = {
@@ -42,14 +42,13 @@ static const Format formats[FORMATS] = {
     [MXFP4] = {32, 17, 4, 1, 1, 0, BITS_8, 7},
 };
 
-/* Inputs, and groups of 32 or 16 inputs, whose scales are unpacked at a time. */
+/* The inputs, and groups of 32 or 16 inputs, whose scales are unpacked at a time. */
 enum { SPAN = 256, SPAN_WORDS = SPAN / 4, GROUPS = SPAN / 32, HALVES = SPAN / 16 };
-/* Bytes that memory is asked for ahead of time, and the caches that it is asked for, as
- * __builtin_prefetch numbers them. */
+/* The distances of prefetching in bytes, and its caches as numbered by __builtin_prefetch. */
 enum { FAR = 12288, NEAR = 2048, SECOND_CACHE = 2, FIRST_CACHE = 3 };
-/* Rows whose activations and sums stay in the first cache while a span is multiplied with them. */
+/* Rows whose activations and sums stay in the L1 cache while a span is multiplied with them. */
 enum { BLOCK_ROWS = 32, BLOCK_CHUNKS = ROWS / BLOCK_ROWS };
-/* Vectors of outputs whose codes, of a group of inputs, are in registers at a time. */
+/* Vectors of outputs whose codes for a group of inputs are in registers at a time. */
 #define BLOCK_SIDES (LANES == 8 ? 1 : 2)
 
 /* SPAN activations of a row. `offset` has minus the sum of the codes of each 16 inputs, then of
@@ -82,12 +81,12 @@ ALWAYS bits word_at(const char *record, int64_t word, int64_t side) {
     return w;
 }
 
-/* The rests of a record, in half precision, after so many words. */
+/* The rests of a record, in half precision, after this many words. */
 ALWAYS lanes rest_at(const char *record, int64_t words, int64_t side) {
     return from_half((const uint16_t *)(record + words * 4 * STRIP + side * LANES * 2));
 }
 
-/* Single precision of the half precision in the lower 16 bits. */
+/* Converts the half precision in the lower 16 bits to single precision. */
 ALWAYS lanes half_of(bits w) {
     return from_halves(lower_halves(w & 0xffff));
 }
@@ -128,7 +127,7 @@ ALWAYS void scales_of_groups(const int format, const char *record, int64_t group
         if (form->sums & MINIMUM) {
             bits both = word_at(record, 0, side);
             put_scale(to, g, side, half_of(both));
-            /* stored as what is subtracted */
+            /* stored as the subtrahend */
             put_minimum(to, g, side, -half_of(shifted(both, 16)));
         } else if (format == MXFP4) {
             const char *exponents = record + form->words * 4 * STRIP + side * LANES;
@@ -205,7 +204,7 @@ ALWAYS void scales_of_nonlinear(const char *record, Scales *to) {
     }
 }
 
-/* The scales of a span, of which `groups` groups are there: all where a block has SPAN inputs. */
+/* The scales of a span with `groups` groups: all of them where a block has SPAN inputs. */
 ALWAYS void scales_of(const int format, const char *record, int64_t groups, Scales *to) {
     switch (format) {
     case Q2_K: scales_of_2(record, to); break;
@@ -217,8 +216,8 @@ ALWAYS void scales_of(const int format, const char *record, int64_t groups, Scal
     }
 }
 
-/* Groups of a span whose codes share words in such a way that it is worth to unpack each group by
- * instructions of its own. */
+/* Groups of a span whose codes share words in such a way that it pays to unpack each group with its
+ * own instructions. */
 ALWAYS int together(const int format) { return format == Q4_K ? 2 : format == Q6_K ? 4 : 1; }
 
 /* Word `w` of the codes of 32 inputs whose lower halves of bytes are the first 16. */
@@ -280,7 +279,7 @@ ALWAYS bits dot_of(const int sums, const int count, const bits *weight, const in
         bits start) {
 #if !WIDE_CODES
     (void)sums;
-    bits other = {};                            /* two chains wait half as long */
+    bits other = {};                            /* two chains halve the latency */
     _Pragma("GCC unroll 4") for (int k = 0; k < count; k += 2) {
         start = dotted(start, weight[k], codes[k]);
         other = dotted(other, weight[k + 1], codes[k + 1]);
@@ -304,8 +303,8 @@ ALWAYS bits dot_of(const int sums, const int count, const bits *weight, const in
     return start;
 }
 
-/* Ask memory for the part number `step` of `steps` of what follows a span of so many lines, so that
- * it is one stream, however the words are read: first to the second cache, later to the first. */
+/* Prefetches part number `step` of `steps` of the memory after a span of this many lines, so that
+ * it is one stream in whatever order the words are read: first to the L2 cache, later to L1. */
 ALWAYS void prefetch_part(const char *record, const int lines, int64_t step, const int steps) {
     record += step * lines / steps * 64;
     _Pragma("GCC unroll 8") for (int i = 0; i < (lines + steps - 1) / steps; i++) {
@@ -314,13 +313,13 @@ ALWAYS void prefetch_part(const char *record, const int lines, int64_t step, con
     }
 }
 
-/* Add a span of a strip to the sums of `rows` rows. The codes of a group are unpacked into
+/* Adds a span of a strip to the sums of `rows` rows. The codes of a group are unpacked into
  * registers once, for all rows. */
 ALWAYS void add_span(const int format, const char *record, const Scales *scales,
         const Activations *x, int64_t rows, int64_t groups, int first_rows, lanes (*to)[SIDES]) {
     const int sums = (int)formats[format].sums, minimum = sums & MINIMUM, V = BLOCK_SIDES;
     const int parts = sums & HALF_GROUPS ? 2 : 1, count = 8 / parts, start = parts == 2 ? 0 : HALVES;
-    /* the offset is taken off the codes */
+    /* subtracts the offset from the codes */
     const int signs = sums & BITS_8 && (WIDE_CODES || SIGNED_WEIGHTS);
     const int lines = (int)(formats[format].bytes * (SPAN / formats[format].inputs) * STRIP / 64);
     const int shared = together(format);
@@ -363,7 +362,7 @@ ALWAYS void add_span(const int format, const char *record, const Scales *scales,
 #define EACH_FORMAT(X) X(Q8_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) \
     X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4)
 
-/* Multiply a span of a strip with the rows of chunks `top` to `bottom`. */
+/* Multiplies a span of a strip with the rows of chunks `top` to `bottom`. */
 #define MULTIPLY_SPAN(FORMAT) \
     static void span_##FORMAT(const BlockProduct *of, const char *record, int64_t span, \
             int64_t groups, int64_t top, int64_t bottom, lanes (*sums)[SIDES]) { \
@@ -381,7 +380,7 @@ EACH_FORMAT(MULTIPLY_SPAN)
 static void (*const spans_of[FORMATS])(const BlockProduct *, const char *, int64_t, int64_t,
         int64_t, int64_t, lanes (*)[SIDES]) = {EACH_FORMAT(SPAN_OF)};
 
-/* The codes and scales of a span: for reading rows of weights, not for products. */
+/* The codes and scales of a span, for reading rows of weights, not for products. */
 typedef struct {
     uint32_t words[SPAN_WORDS][STRIP];
     Scales scales;
@@ -401,7 +400,7 @@ EACH_FORMAT(UNPACK_SPAN)
 static void (*const unpack_span[FORMATS])(const char *, int64_t, Weights *) = {
     EACH_FORMAT(UNPACK_OF)};
 
-/* The record of a strip that a span begins with. */
+/* The record of a strip at which a span begins. */
 static inline const char *record_at(const Linear *layer, int64_t strip, int64_t span) {
     const Format *format = formats + layer->format;
     int64_t blocks = layer->padded / format->inputs;
@@ -414,7 +413,7 @@ static inline int64_t groups_of(const Linear *layer, int64_t span) {
     return left < GROUPS ? left : GROUPS;
 }
 
-/* Sums of a strip become outputs of rows `row` to `end`. */
+/* Turns sums of a strip into outputs of rows `row` to `end`. */
 static void finish_blocks(const BlockProduct *of, int64_t strip, int64_t row, int64_t end,
         lanes (*sums)[SIDES]) {
     const Linear *layer = of->layer;

@@ -1,10 +1,10 @@
-/* The forms in which Python describes a model and a read of it (native/structures.py), and what
- * reads it. */
+/* The structures by which Python describes a model and a read of it (native/structures.py), and
+ * their readers. */
 #pragma once
 #include "lanes.h"
 
-/* How the heads of some layers see: so many positions back, or all if 0; so many of the first
- * numbers of a head turn with its position, by cosines and sines [context, head_dim]. */
+/* How the heads of some layers attend: how many positions back, or all if 0; and how many of a
+ * head's first numbers rotate with its position, by cosines and sines [context, head_dim]. */
 typedef struct {
     int64_t window, turned;
     const bf16 *cosines, *sines;
@@ -22,9 +22,9 @@ typedef struct {
     float scale;
 } Read;
 
-/* What is read of each row lies row by row: all nodes from `first` on, or, with starts, the nodes
- * which[starts[row]] up to which[starts[row + 1]], ascending, so that a row with fewer nodes costs
- * less. */
+/* The nodes of each row in a read, row by row: all nodes from `first` on, or, with starts, the
+ * nodes which[starts[row]] up to which[starts[row + 1]], ascending, so that a row with fewer nodes
+ * costs less. */
 static inline int64_t start_of(const Read *read, int64_t row) {
     return read->starts ? read->starts[row] : row * (read->nodes - read->first);
 }
@@ -50,13 +50,13 @@ typedef struct {
     const void *parts /* [count] or null */;    /* Linear */
 } Linear;
 
-/* How norms are made, and sums: what a layer adds is multiplied by `share`. */
+/* Parameters of norms and sums: a layer's contribution is multiplied by `share`. */
 typedef struct {
     float epsilon, share;
 } Norm;
 
-/* One layer of a model: queries, keys and values as one, gates and what they let through as one.
- * Its heads see as the `way`-th of several ways says. */
+/* One layer of a model: queries, keys and values as one, gate and up projections as one. Its heads
+ * attend in the `way`-th of several ways. */
 typedef struct {
     Linear inner, output, gate_up, down;
     /* weights of norms: in front of attention and of the gates; of the heads of queries and keys,
@@ -74,8 +74,8 @@ typedef struct {
     int64_t vocab, size, format;
 } Embeddings;
 
-/* A model: its layers, the weight of the final norm, embeddings and what they are multiplied by,
- * and what makes logits of the last states, or null. */
+/* A model: its layers, the weight of the final norm, the embeddings and their factor, and the head,
+ * or null. */
 typedef struct {
     const Layer *layers /* [count] */;
     int64_t count, gelu;                        /* gates are GELU by tanh, or SiLU */
