@@ -61,7 +61,7 @@ class SourceCache(KVCache):
 
     sources: _Sources
     first: int = 0          # first row of this view in the whole cache
-    least: int = 0          # the least length of encoder outputs to show, padded if need be
+    least: int = 0          # the least length of encoder outputs to show, if so much is stored
 
     @classmethod
     def wrap(cls, plain: KVCache) -> SourceCache:
