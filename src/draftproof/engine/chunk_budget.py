@@ -12,7 +12,7 @@ SHARE = 1.4
 """Seconds of a chunk that has a pass of its own, as a multiple of a usual round. The round after
 such a chunk drafts no more tokens than the chunk has, so a stream waits for less than three usual
 rounds."""
-TOGETHER = 2.0
+TOGETHER = 1.5
 """Seconds of a round whose pass also reads a chunk, as a multiple of a usual round."""
 GROWTH = 1.3
 """The most by which chunks grow at a time: how long larger ones take is not known yet."""
