@@ -1,7 +1,8 @@
 """GGUF files by draftproof and by llama.cpp, interleaved, as a table, as JSON and as a picture:
 
     python recipes/figures/gguf_speed.py FILE.gguf ... --human-eval HumanEval.jsonl.gz
-        [--llama-bench PATH] [--prompts 6] [--new-tokens 96] [--plot docs/speed.png] [--json FILE]
+        [--llama-bench PATH] [--prompts 6] [--new-tokens 96] [--json FILE]
+        [--plot docs/speed.png docs/speed-dark.png]
 
 The same file runs in its own format everywhere, so the weights are of equal quality. For each
 prompt in turn, draftproof decodes plainly and with its default drafter, timed after the prompt is
@@ -24,9 +25,11 @@ from pathlib import Path
 import torch
 
 import draftproof as dp
+from draftproof.plots.style import theme_of
 
 PLAIN, DEFAULT, LLAMA = "draftproof, plain", "draftproof, default", "llama.cpp, plain"
-COLOURS = {LLAMA: "#8c8c8c", PLAIN: "#7fb3d9", DEFAULT: "#1f6fb4"}
+SERIES = {LLAMA: 0, PLAIN: 3, DEFAULT: 1}
+"""Engines in the order of their bars, and which of the theme's series their colour is."""
 
 
 def human_eval(path: Path, count: int) -> list[str]:
@@ -78,26 +81,33 @@ def picture(figures: dict[str, dict[str, list[float]]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plot, panels = plt.subplots(1, len(figures), figsize=(3.2 * len(figures), 3.2), squeeze=False)
+    theme = theme_of(path)
+    plot, panels = plt.subplots(1, len(figures), figsize=(3.2 * len(figures), 3.2), squeeze=False,
+                                facecolor=theme.background)
     for panel, (name, speeds) in zip(panels[0], figures.items(), strict=True):
-        engines = [engine for engine in COLOURS if engine in speeds]
+        engines = [engine for engine in SERIES if engine in speeds]
         for place, engine in enumerate(engines):
             values = speeds[engine]
             middle = statistics.median(values)
             low, _, high = (statistics.quantiles(values) if len(values) > 1 else [middle] * 3)
-            panel.bar(place, middle, color=COLOURS[engine], label=engine, width=0.75)
-            panel.errorbar(place, middle, [[middle - low], [high - middle]], color="#333333",
+            panel.bar(place, middle, color=theme.color(SERIES[engine]), label=engine, width=0.75)
+            panel.errorbar(place, middle, [[middle - low], [high - middle]], color=theme.text,
                            capsize=3)
-            panel.text(place, high * 1.02, f"{middle:.0f}", ha="center", va="bottom")
-        panel.set_title(name, fontsize=10)
+            panel.text(place, high * 1.02, f"{middle:.0f}", ha="center", va="bottom",
+                       color=theme.text)
+        panel.set_title(name, fontsize=10, color=theme.text)
         panel.set_xticks([])
         panel.margins(y=0.15)
+        panel.set_facecolor(theme.background)
+        panel.tick_params(colors=theme.faint)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("tokens per second")
+        panel.spines[["left", "bottom"]].set_color(theme.grid)
+    panels[0][0].set_ylabel("tokens per second", color=theme.text)
     handles, labels = panels[0][0].get_legend_handles_labels()
-    plot.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
+    plot.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False,
+                labelcolor=theme.text)
     plot.tight_layout(rect=(0, 0.08, 1, 1))
-    plot.savefig(path, dpi=150, facecolor="white")
+    plot.savefig(path, dpi=150, facecolor=theme.background)
 
 
 def main() -> None:
@@ -108,7 +118,8 @@ def main() -> None:
     parser.add_argument("--llama-bench")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=Path, nargs="*", default=[],
+                        help="files; of a name that ends in -dark, for dark pages")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     prompts = human_eval(args.human_eval, args.prompts)
@@ -120,8 +131,8 @@ def main() -> None:
                   f"({min(values):.1f} to {max(values):.1f})", flush=True)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
-    if args.plot:
-        picture(figures, args.plot)
+    for path in args.plot:
+        picture(figures, path)
 
 
 if __name__ == "__main__":
