@@ -21,7 +21,7 @@ from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.errors import BadInput
 from draftproof.native.declarations import addresses, array_of
 from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
-from draftproof.native.structures import Layer, Model, Native, Norm, Read, Way, work_of
+from draftproof.native.structures import AttentionKind, Layer, Model, Native, Norm, Read, work_of
 from draftproof.native.threads import thread_count
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class FusedForward:
         decoder = fast.decoder
         self.fast, self.kernels, self.head = fast, library, head
         # cosines and sines [reach, D] for each kind
-        self._ways, self._rope_positions = (Way * len(fast.kinds))(), 0
+        self._attention_kinds, self._rope_positions = (AttentionKind * len(fast.kinds))(), 0
         self._rope_tables = list[tuple[Tensor, Tensor]]()
         layers = array_of("Layer", [
             Layer(*layer.natives, *layer.weights, layer.kind) for layer in fast.layers
@@ -196,7 +196,7 @@ class FusedForward:
             rows, parents.shape[1], first, layer.heads, layer.key_heads, fast.head_dim,
             cache.capacity, fast.context, thread_count(),
             cache.stores.count // len(fast.layers), cache.lengths, parents,
-            starts, nodes, self._ways, layer.scale
+            starts, nodes, self._attention_kinds, layer.scale
         )
 
     def _extend_rope(self, positions: int) -> None:
@@ -206,7 +206,8 @@ class FusedForward:
         for number, kind in enumerate(self.fast.kinds):
             angles = self.fast.angles(kind, places)
             cos, sin = (table[0].contiguous() for table in angles)
-            self._ways[number] = Way(kind.window or 0, kind.rotary_dim, cos, sin)
+            self._attention_kinds[number] = AttentionKind(
+                kind.window or 0, kind.rotary_dim, cos, sin)
             self._rope_tables.append((cos, sin))
 
 

@@ -52,11 +52,11 @@ static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *o
 
 /* One head of one token, normed if there is a weight; the rotary part of it is rotated to its
  * position. */
-static void turned(const Read *read, const Way *way, const bf16 *x, const float *weight,
+static void rotated(const Read *read, const AttentionKind *kind, const bf16 *x, const float *weight,
         const Norm *norm, int64_t position, bf16 *out) {
-    int64_t size = read->head_dim, half = way->turned / 2;
+    int64_t size = read->head_dim, half = kind->rotary_dim / 2;
     int64_t known = position < read->context ? position : read->context - 1;
-    const bf16 *cosines = way->cosines + known * size, *sines = way->sines + known * size;
+    const bf16 *cosines = kind->cosines + known * size, *sines = kind->sines + known * size;
     bf16 own[WIDEST], other[WIDEST];
     if (weight) normed(x, weight, norm, own, size), x = own;
     if (!half) {
@@ -305,7 +305,7 @@ typedef struct {
 static void attended(const Read *read, const Layer *layer, int64_t row, int64_t key_head,
         Held held, const bf16 *inner, const Norm *norm, bf16 *out, int64_t from, int64_t to,
         int64_t first, int64_t last, const Spans *spans) {
-    const Way *way = read->ways + layer->way;
+    const AttentionKind *kind = read->attention_kinds + layer->kind;
     int64_t size = read->head_dim, group = read->heads / read->key_heads, nodes = read->nodes;
     int64_t begin = start_of(read, row), count = to - from, length = read->lengths[row];
     int64_t stride = (SPAN + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES, paths[count][nodes];
@@ -328,7 +328,7 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
         const bf16 *x = inner + ((begin + place) * (read->heads + 2 * read->key_heads) + head)
                 * size;
         bf16 own[WIDEST];
-        turned(read, way, x, layer->query, norm, position, own);
+        rotated(read, kind, x, layer->query, norm, position, own);
         for (int64_t i = 0; i < size; i += LANES) {
             lanes number = wide(own + i);
             memcpy(heard.heads + q * size + i, &number, sizeof number);
@@ -336,8 +336,8 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
         for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
         whole[q] = (Softmax){0, 0};
-        if (way->window && position >= way->window)
-            queries[q].start = position + 1 - way->window;
+        if (kind->window && position >= kind->window)
+            queries[q].start = position + 1 - kind->window;
         if (queries[q].start < heard.earliest) heard.earliest = queries[q].start;
     }
     for (int64_t span = first; span < last; span++) {
@@ -412,7 +412,7 @@ static void written(const Read *read, const Layer *layer, int64_t row, int64_t h
                 *value = x + read->key_heads * size;
         bf16 own[WIDEST], *key = held.key_scales ? own : (bf16 *)held.keys + slot * size;
         int64_t depth = depth_of(read->parents + row * read->nodes, node);
-        turned(read, read->ways + layer->way, x, layer->key, norm, length + depth, key);
+        rotated(read, read->attention_kinds + layer->kind, x, layer->key, norm, length + depth, key);
         if (held.key_scales) {
             held.key_scales[slot] = encoded(own, (int8_t *)held.keys + slot * size, size);
             held.value_scales[slot] = encoded(value, (int8_t *)held.values + slot * size, size);

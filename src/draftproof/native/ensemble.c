@@ -3,10 +3,10 @@
 
 /* The trees of pools. */
 void draftproof_likeliest(const int64_t *pool /* [rows, size] */,
-        const int64_t *above /* [rows, size] */, const float *odds /* [rows, size] */,
+        const int64_t *above /* [rows, size] */, const float *probs /* [rows, size] */,
         int64_t rows, int64_t size, TreeOutput *out /* [rows] */) {
     for (int64_t r = 0; r < rows; r++)
-        grow_tree(pool + r * size, above + r * size, odds + r * size, size, APART, out, r);
+        grow_tree(pool + r * size, above + r * size, probs + r * size, size, APART, out, r);
 }
 
 /* The `best` likeliest successors of pairs of tokens and of single tokens, each from the text of an
@@ -14,7 +14,7 @@ void draftproof_likeliest(const int64_t *pool /* [rows, size] */,
 typedef struct {
     int32_t *tags /* [2 * slots] */, *tokens /* [2 * slots, best] */;
     int64_t *owners /* [2 * slots] */;
-    float *odds /* [2 * slots, best] */;
+    float *probs /* [2 * slots, best] */;
     int64_t best, slots, shift, token, before, absent;
 } Table;
 
@@ -39,9 +39,9 @@ void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, node
                 before = parents[i] < 0 || parents[i] >= nodes ? last[r]
                 : tokens[r * nodes + parents[i]];
         const float *said = logits + i * count;
-        float most = -INFINITY, odds[count], sum = 0;
+        float most = -INFINITY, probs[count], sum = 0;
         for (int64_t k = 0; k < count; k++) most = said[k] > most ? said[k] : most;
-        for (int64_t k = 0; k < count; k++) sum += odds[k] = expf(said[k] - most);
+        for (int64_t k = 0; k < count; k++) sum += probs[k] = expf(said[k] - most);
         for (int alone = before == table->absent; alone < 2 && token != table->absent; alone++) {
             int32_t tag;
             int64_t place = placed(table, before, token, owners[r], alone, &tag);
@@ -49,7 +49,7 @@ void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, node
             for (int64_t k = 0; k < count && k < table->best; k++) {
                 table->tokens[place * table->best + k] = (int32_t)best[i * count + k];
                 /* not for NaN */
-                table->odds[place * table->best + k] = sum > 0 ? odds[k] / sum : 0;
+                table->probs[place * table->best + k] = sum > 0 ? probs[k] / sum : 0;
             }
         }
     }
@@ -61,15 +61,15 @@ void draftproof_likely_successors(const Table *table, const Texts *texts,
         const int64_t *last /* [texts->rows] */, const int64_t *owners /* [texts->rows] */,
         int64_t width, int64_t fan, int64_t depth, TreeOutput *out /* [texts->rows] */) {
     int64_t most = 1 + table->best + width * fan * depth, pool[most], above[most];
-    float odds[most];
+    float probs[most];
     Scored best[width];
     for (int64_t r = 0; r < texts->rows; r++) {
         int64_t from = 0, to = 1;
-        pool[0] = texts->tokens[r * texts->room + root_at(texts, r)], above[0] = -1, odds[0] = 1;
+        pool[0] = texts->tokens[r * texts->room + root_at(texts, r)], above[0] = -1, probs[0] = 1;
         for (int64_t d = 0; d < depth; d++) {
             for (int64_t w = 0; w < width; w++) best[w] = (Scored){0, -1};
             for (int64_t i = from; i < to; i++)
-                if (odds[i] > best[width - 1].score) ranked(best, width, odds[i], i);
+                if (probs[i] > best[width - 1].score) ranked(best, width, probs[i], i);
             from = to;
             for (int64_t w = 0; w < width && best[w].token >= 0; w++) {
                 int64_t node = best[w].token, before
@@ -80,13 +80,13 @@ void draftproof_likely_successors(const Table *table, const Texts *texts,
                     if (table->tags[place] != tag || table->owners[place] != owners[r]) continue;
                     for (int64_t k = 0; k < (d ? fan : table->best); k++) {
                         pool[to] = table->tokens[place * table->best + k], above[to] = node;
-                        odds[to++] = best[w].score * table->odds[place * table->best + k];
+                        probs[to++] = best[w].score * table->probs[place * table->best + k];
                     }
                     break;
                 }
             }
         }
-        grow_tree(pool, above, odds, to, APART, out, r);
+        grow_tree(pool, above, probs, to, APART, out, r);
     }
 }
 
@@ -116,7 +116,7 @@ void draftproof_judge(float *counts /* [count, 2] */, int64_t count, float fade,
 /* A member's trees. */
 typedef struct {
     const int64_t *tokens /* [rows, nodes] */, *parents /* [rows, nodes] */;
-    const float *odds /* [rows, nodes] or null */;
+    const float *probs /* [rows, nodes] or null */;
     int64_t nodes, rows;
 } Member;
 
@@ -131,7 +131,7 @@ void draftproof_merge_trees(const float *counts /* [count, levels, 2] */, int64_
     int64_t size = 0;
     for (int64_t m = 0; m < count; m++) size += members[m].nodes;
     if (size > nodes) return;
-    float odds[size];
+    float probs[size];
     for (int64_t r = 0; r < rows; r++) {
         int64_t *pool = pools + r * size, *above = parents + r * size, *kinds = classes + r * size,
                 start = 0;
@@ -142,17 +142,17 @@ void draftproof_merge_trees(const float *counts /* [count, levels, 2] */, int64_
                 if (up < 0 || up >= n) up = 0;
                 float given = n ? untold : 1;
                 pool[i] = member->tokens[at + n], above[i] = n ? start + up : -1;
-                if (member->odds) {
-                    float before = member->odds[at + up];
-                    given = n ? member->odds[at + n] / (before > 1e-9f ? before : 1e-9f) : 1;
+                if (member->probs) {
+                    float before = member->probs[at + up];
+                    given = n ? member->probs[at + n] / (before > 1e-9f ? before : 1e-9f) : 1;
                 }
                 int64_t level = (int64_t)(given * (float)levels);
                 level = level < levels - 1 ? level : levels - 1;
                 kinds[i] = m * levels + (level > 0 ? level : 0);        /* NaN becomes 0 */
                 const float *seen = counts + 2 * kinds[i];
                 float step = (seen[0] + trust * given) / (seen[1] + trust);
-                odds[i] = !n ? 1 : pool[i] == out->absent ? 0 : odds[above[i]] * step;
+                probs[i] = !n ? 1 : pool[i] == out->absent ? 0 : probs[above[i]] * step;
             }
-        grow_tree(pool, above, odds, size, LIKELIEST, out, r);
+        grow_tree(pool, above, probs, size, LIKELIEST, out, r);
     }
 }

@@ -128,7 +128,7 @@ static void grow_rows(const void *work, int64_t first, int64_t last) {
     for (int64_t r = first; r < last; r++) {
         int64_t *token = of->out->tokens + r * nodes, *above = of->out->parents + r * nodes;
         int64_t rank[nodes], depth[nodes];
-        float *chance = of->out->odds + r * nodes;
+        float *chance = of->out->probs + r * nodes;
         float push = of->weight * of->trusts[r] / of->heats[r];
         float next[nodes];                  /* the probability of a node's next child */
         Scored *lists = (Scored *)scratch(nodes * most * (int64_t)(sizeof(Scored) / sizeof(float)));
@@ -224,7 +224,7 @@ int64_t draftproof_beam_search(const Recurrence *head,
     int64_t hidden = head->hidden, wider = head->projection.size, vocab = head->table.vocab;
     int64_t known = head->projection.outputs, most = rows * width, room = out->nodes;
     int64_t *tokens = out->tokens, *parents = out->parents;
-    float *chances = out->odds;
+    float *chances = out->probs;
     float *heard = noise && head->map ? (float *)work : NULL;   /* by the draft vocabulary */
     bf16 *first = work + 2 * most * known;
     bf16 *states[2] = {first, first + most * hidden}, *before = states[1] + most * hidden;
@@ -232,7 +232,7 @@ int64_t draftproof_beam_search(const Recurrence *head,
     bf16 *x = pairs + 2 * most * hidden, *room_beside = x + most * wider;
     bf16 *logits = room_beside + most * wider;
     int64_t ends[most], above[most], where[most], found[most * width], size = 1, beams = 1;
-    float sums[most], odds[most * width], heat[most], trust[most];
+    float sums[most], probs[most * width], heat[most], trust[most];
     for (int64_t r = 0; r < rows; r++) {
         tokens[r * room] = roots[r], parents[r * room] = 0, chances[r * room] = 0;
         ends[r * width] = 0, sums[r * width] = 0;
@@ -265,7 +265,7 @@ int64_t draftproof_beam_search(const Recurrence *head,
             for (int64_t i = 0; i < known; i++)
                 heard[at * known + i] = noise[where[at] * vocab + head->map[i]];
         draftproof_best_tokens(logits, heard ? heard : noise, where, heat, trust, count, known,
-                width, odds, found, threads);
+                width, probs, found, threads);
         for (int64_t n = 0; head->map && n < count * width; n++) found[n] = head->map[found[n]];
         float top = -INFINITY;
         for (int64_t r = 0; r < rows; r++) {
@@ -276,7 +276,7 @@ int64_t draftproof_beam_search(const Recurrence *head,
                     int64_t at = (r * beams + b) * width + k, place = size + b * width + k;
                     tokens[r * room + place] = found[at];
                     parents[r * room + place] = ends[r * width + b];
-                    float chance = chances[r * room + place] = sums[r * width + b] + odds[at];
+                    float chance = chances[r * room + place] = sums[r * width + b] + probs[at];
                     if (chance > best[width - 1].score) ranked(best, width, chance, place);
                 }
             for (int64_t b = 0; b < width; b++) {

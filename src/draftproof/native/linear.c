@@ -260,7 +260,7 @@ static int64_t place_of(int64_t format, int64_t word) {
 
 /* A word of codes in the form of records. Codes of Q8_0 become unsigned, and fifth bits are
  * reordered, so that a word of them is one shift away from the words of the codes. */
-ALWAYS uint32_t turned(int64_t format, int64_t word, uint32_t codes) {
+ALWAYS uint32_t record_word(int64_t format, int64_t word, uint32_t codes) {
     if (format == Q8_0) return codes ^ 0x80808080;
     return (format == Q5_0 && word == 0) || (format == Q5_1 && word == 1) ? reordered(codes) : codes;
 }
@@ -271,7 +271,7 @@ static void pack_block(int64_t format, const uint8_t *block, int64_t output, uin
     for (int64_t w = 0; w < form->words; w++) {
         uint32_t word;
         memcpy(&word, block + form->first + 4 * w, sizeof word);
-        word = turned(format, w, word);
+        word = record_word(format, w, word);
         memcpy(record + (place_of(format, w) * STRIP + output) * 4, &word, sizeof word);
     }
     memcpy(record + form->words * 4 * STRIP + output * form->rest, block + form->last,
@@ -307,7 +307,7 @@ static void pack_record(int64_t format, const uint8_t *const *blocks, uint8_t *r
         uint32_t words[STRIP];
         for (int64_t o = 0; o < STRIP; o++) {
             memcpy(words + o, blocks[o] + form->first + 4 * w, sizeof *words);
-            words[o] = turned(format, w, words[o]);
+            words[o] = record_word(format, w, words[o]);
         }
         memcpy(record + place_of(format, w) * (int64_t)sizeof words, words, sizeof words);
     }

@@ -4,11 +4,11 @@
 enum { CONTEXT = 16 };                          /* the longest context of the index, in tokens */
 
 /* The trees of a pool of paths of `each` nodes, all starting at the root. */
-static void grow_paths(const int64_t *pool, const float *odds, int64_t paths, int64_t each,
+static void grow_paths(const int64_t *pool, const float *probs, int64_t paths, int64_t each,
         TreeOutput *out, int64_t r) {
     int64_t above[paths * each];
     for (int64_t i = 0; i < paths * each; i++) above[i] = i % each ? i - 1 : -1;
-    grow_tree(pool, above, odds, paths * each, SUMMED, out, r);
+    grow_tree(pool, above, probs, paths * each, SUMMED, out, r);
 }
 
 /* The probability that the continuation of a match of this length holds for `ahead` more tokens, given
@@ -24,7 +24,7 @@ void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shorte
         int64_t places, int64_t steps, TreeOutput *out /* [texts->rows] */) {
     int64_t each = 1 + steps, pool[places * each], ends[near], others[near], best[places],
             lengths[places];
-    float odds[places * each];
+    float probs[places * each];
     for (int64_t r = 0; r < texts->rows; r++) {
         const int64_t *text = texts->tokens + r * texts->room;
         int64_t last = root_at(texts, r), before = text[longest > 1 && last ? last - 1 : last],
@@ -52,14 +52,14 @@ void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shorte
             int64_t at = w * each, start = w < found ? best[w] + 1 : last,
                     circle = last + 1 - start;
             float chance = left, length = w < found ? (float)lengths[w] : 0;
-            pool[at] = text[last], odds[at] = 1;
+            pool[at] = text[last], probs[at] = 1;
             for (int64_t k = 0; k < steps; k++) {
                 chance *= w < found ? lasting(length, k) : 0;
-                pool[at + k + 1] = text[start + k % circle], odds[at + k + 1] = chance;
+                pool[at + k + 1] = text[start + k % circle], probs[at + k + 1] = chance;
             }
             left *= 1 - lasting(length, 0);
         }
-        grow_paths(pool, odds, places, each, out, r);
+        grow_paths(pool, probs, places, each, out, r);
     }
 }
 
@@ -135,7 +135,7 @@ void draftproof_continue_text(const Index *index, const Texts *texts,
     int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways],
             entries[index->count], context[CONTEXT];
     uint32_t tags[index->count];
-    float odds[paths * each];
+    float probs[paths * each];
     Scored best[paths];
     for (int64_t r = 0; r < texts->rows; r++)
         if (ends[r] >= 0 && ends[r] < index->room) {
@@ -175,16 +175,16 @@ void draftproof_continue_text(const Index *index, const Texts *texts,
             int64_t circle = start >= begins[r] && start <= ends[r] ? ends[r] + 1 - start : 0;
             float chance = best[w].score, match
                     = way < 0 ? 0 : (float)index->sizes[way / index->ways];
-            pool[at] = root, odds[at] = 1;
+            pool[at] = root, probs[at] = 1;
             for (int64_t k = 0; k < steps; k++) {
                 int64_t place = start + (circle ? k % circle : k);
                 place = place < index->room ? place : index->room - 1;
                 pool[at + k + 1] = index->owners[place] == owners[r] ? index->text[place]
                         : index->absent;
                 chance *= pool[at + k + 1] == index->absent ? 0 : k ? lasting(match, k) : 1;
-                odds[at + k + 1] = chance;
+                probs[at + k + 1] = chance;
             }
         }
-        grow_paths(pool, odds, paths, each, out, r);
+        grow_paths(pool, probs, paths, each, out, r);
     }
 }

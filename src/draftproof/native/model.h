@@ -6,9 +6,9 @@
 /* How the heads of some layers attend: how many positions back, or all if 0; and how many of a
  * head's first numbers rotate with its position, by cosines and sines [context, head_dim]. */
 typedef struct {
-    int64_t window, turned;
+    int64_t window, rotary_dim;
     const bf16 *cosines, *sines;
-} Way;
+} AttentionKind;
 
 /* One read of a model: what all its layers share. Stores of a layer: keys and values in bfloat16,
  * or 4: keys and values in 8 bits, and their scales. */
@@ -18,7 +18,7 @@ typedef struct {
     const int64_t *parents /* [rows, nodes] */; /* before their children; -1 at the root */
     const int64_t *starts /* [rows + 1] or null */;                             /* see below */
     const int64_t *which /* [last(starts)] or null */;
-    const Way *ways;
+    const AttentionKind *attention_kinds;
     float scale;
 } Read;
 
@@ -56,7 +56,7 @@ typedef struct {
 } Norm;
 
 /* One layer of a model: queries, keys and values as one, gate and up projections as one. Its heads
- * attend in the `way`-th of several ways. */
+ * attend by the `kind`-th of several attention kinds. */
 typedef struct {
     Linear inner, output, gate_up, down;
     /* weights of norms: in front of attention and of the gates; of the heads of queries and keys,
@@ -64,7 +64,7 @@ typedef struct {
     const float *before /* [inner.size] */, *after /* [gate_up.size] */;
     const float *query /* or null */, *key /* or null */;
     const float *mixed /* [output.outputs] or null */, *fed /* [down.outputs] or null */;
-    int64_t way;
+    int64_t kind;
 } Layer;
 
 /* Token embeddings [vocab, size]: bfloat16, or with a format rows of blocks as a GGUF file stores

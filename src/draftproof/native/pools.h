@@ -9,14 +9,14 @@ enum { APART, LIKELIEST, SUMMED };
  * last node of a row. widest: nodes of the largest tree so far. */
 typedef struct {
     int64_t *tokens /* [rows, nodes] */, *parents /* [rows, nodes] */;
-    float *odds /* [rows, nodes] */;
+    float *probs /* [rows, nodes] */;
     int64_t nodes, absent, widest, rows;
 } TreeOutput;
 
 /* The tree of row r: the likeliest nodes of a pool, with its root; among equals, the earlier first.
  * Parents come before their children; nodes without a parent are copies of the root. No node is
  * likelier than its parent; nodes of probability 0 are absent. */
-static inline void grow_tree(const int64_t *pool, const int64_t *above, const float *odds, int64_t size,
+static inline void grow_tree(const int64_t *pool, const int64_t *above, const float *probs, int64_t size,
         int same, TreeOutput *out, int64_t r) {
     int64_t first[size], up[size], known[size], place[size], count = 0, most = out->nodes - 1;
     float best[size];
@@ -25,7 +25,7 @@ static inline void grow_tree(const int64_t *pool, const int64_t *above, const fl
     for (int64_t i = 0; i < size; i++) {
         int root = i == 0 || above[i] < 0 || above[i] >= i;
         first[i] = root ? 0 : -1, best[i] = root;
-        if (root || !(odds[i] > 0) || first[above[i]] < 0) continue;
+        if (root || !(probs[i] > 0) || first[above[i]] < 0) continue;
         first[i] = i, up[i] = first[above[i]];
         for (int64_t k = 0; same != APART && k < count; k++)
             if (up[known[k]] == up[i] && pool[known[k]] == pool[i]) {
@@ -34,7 +34,7 @@ static inline void grow_tree(const int64_t *pool, const int64_t *above, const fl
             }
         if (first[i] == i) known[count++] = i;
         float *held = best + first[i];
-        *held = same == SUMMED ? *held + odds[i] : odds[i] > *held ? odds[i] : *held;
+        *held = same == SUMMED ? *held + probs[i] : probs[i] > *held ? probs[i] : *held;
     }
     for (int64_t k = 0; k < count && most; k++) {
         int64_t i = known[k];
@@ -42,7 +42,7 @@ static inline void grow_tree(const int64_t *pool, const int64_t *above, const fl
         if (best[i] > likely[most - 1].score) ranked(likely, most, best[i], i);
     }
     int64_t *tokens = out->tokens + r * out->nodes, *parents = out->parents + r * out->nodes;
-    float *chances = out->odds + r * out->nodes;
+    float *chances = out->probs + r * out->nodes;
     tokens[0] = pool[0], parents[0] = -1, chances[0] = 1, place[0] = 0;
     for (int64_t n = 0; n < most; n++) {
         int64_t i = likely[n].token;

@@ -48,4 +48,4 @@ static float weighed(const bf16 *logits, const float *noise, float heat, float t
 
 void draftproof_best_tokens(const bf16 *logits, const float *noise, const int64_t *places,
         const float *heats, const float *trusts, int64_t rows, int64_t vocab, int64_t count,
-        float *odds, int64_t *tokens, int64_t threads);
+        float *probs, int64_t *tokens, int64_t threads);

@@ -21,8 +21,8 @@ LANES = 16
 """Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there
 is a multiple of it."""
 
-Read, Way, Norm, Layer, Model, Embeddings = map(
-    structure, ("Read", "Way", "Norm", "Layer", "Model", "Embeddings")
+Read, AttentionKind, Norm, Layer, Model, Embeddings = map(
+    structure, ("Read", "AttentionKind", "Norm", "Layer", "Model", "Embeddings")
 )
 Native = ctypes.Structure
 """The type of a linear layer as the kernels read it."""

@@ -179,7 +179,7 @@ static Model model_of(Layer *layers, Linear *head) {
             .output = layer_of_16(HEADS * HEAD, SIZE), .gate_up = layer_of_8(SIZE, 2 * GATES),
             .down = layer_of_8(GATES, SIZE), .before = random_floats(SIZE, 0.5f, 1.5f),
             .after = random_floats(SIZE, 0.5f, 1.5f), .query = random_floats(HEAD, 0.5f, 1.5f),
-            .key = random_floats(HEAD, 0.5f, 1.5f), .way = n};
+            .key = random_floats(HEAD, 0.5f, 1.5f), .kind = n};
     *head = layer_of_16(SIZE, VOCAB);
     return (Model){.layers = layers, .count = LAYERS, .last = random_floats(SIZE, 0.5f, 1.5f),
         .table = {random_numbers(VOCAB * SIZE, 1), VOCAB, SIZE, 0}, .head = head,
@@ -209,11 +209,11 @@ static void exercise_model(int small) {
     model.gelu = small;
     const bf16 *cosines = random_numbers(CAPACITY * HEAD, 1);
     const bf16 *sines = random_numbers(CAPACITY * HEAD, 1);
-    Way ways[LAYERS] = {{0, HEAD, cosines, sines}, {9, HEAD / 2, cosines, sines}};
+    AttentionKind kinds[LAYERS] = {{0, HEAD, cosines, sines}, {9, HEAD / 2, cosines, sines}};
     int64_t lengths[] = {37, 3}, parents[] = {-1, 0, 0, 2, 1, -1, 0, 1, 2, 3};
     Read read = {.rows = 2, .nodes = 5, .heads = HEADS, .key_heads = KEY_HEADS, .head_dim = HEAD,
         .capacity = CAPACITY, .context = CAPACITY, .threads = THREADS, .stores = small ? 4 : 2,
-        .lengths = lengths, .parents = parents, .ways = ways, .scale = 0.17f};
+        .lengths = lengths, .parents = parents, .attention_kinds = kinds, .scale = 0.17f};
     void **stores = stores_of(2, small);
     int64_t *tokens = random_tokens(10, VOCAB);
     bf16 *last = memory(10 * SIZE * 2), *logits = memory(10 * VOCAB * 2), *work = memory(ROOM);
@@ -240,7 +240,7 @@ static void exercise_sampling(void) {
     int32_t keys[] = {12345, -777, 1 << 30, 3}, drawn[12];
     library.streams(keys, 1, positions, NULL, drawn, 2, 3);
     PUT("streams", "bytes", drawn, 12);
-    float *noise = memory(6 * WORDS_OF_TEXT * 4), odds[24];
+    float *noise = memory(6 * WORDS_OF_TEXT * 4), probs[24];
     library.gumbel(drawn, noise, 6, WORDS_OF_TEXT, THREADS);
     PUT("gumbel", "float", noise, 6 * WORDS_OF_TEXT);
     bf16 *logits = random_numbers(6 * WORDS_OF_TEXT, 8);
@@ -255,9 +255,9 @@ static void exercise_sampling(void) {
     float best[30];
     library.top_tokens(logits, 6, WORDS_OF_TEXT, 5, tokens, best, THREADS);
     PUT("top_tokens", "integers", tokens, 30), PUT("top_tokens/logits", "float", best, 30);
-    library.best_tokens(logits, noise, places, heats, trusts, 6, WORDS_OF_TEXT, 4, odds, tokens,
+    library.best_tokens(logits, noise, places, heats, trusts, 6, WORDS_OF_TEXT, 4, probs, tokens,
             THREADS);
-    PUT("best_tokens", "integers", tokens, 24), PUT("best_tokens/odds", "near", odds, 24);
+    PUT("best_tokens", "integers", tokens, 24), PUT("best_tokens/probs", "near", probs, 24);
     int64_t tree[] = {3, 4, 5, 4, 9, 1}, parents[] = {-1, 0, 0, 1, 3, 2};
     int64_t picks[] = {4, 4, 0, 9, 2, 2};
     int64_t path[4], counts[4], good = library.well_formed(tree, parents, 1, 6, 3, 10, ABSENT);
@@ -280,8 +280,8 @@ static void put_tree(const char *name, const TreeOutput *tree, int64_t nodes) {
     PUT(name, "integers", tree->tokens, 2 * nodes);
     snprintf(line, sizeof line, "%s/parents", name);
     PUT(line, "integers", tree->parents, 2 * nodes);
-    snprintf(line, sizeof line, "%s/odds", name);
-    PUT(line, "near", tree->odds, 2 * nodes);
+    snprintf(line, sizeof line, "%s/probs", name);
+    PUT(line, "near", tree->probs, 2 * nodes);
 }
 
 static void exercise_heads(void) {
@@ -317,7 +317,7 @@ static void exercise_heads(void) {
     PUT("beam_search/size", "integers", &size, 1);
     PUT("beam_search", "integers", tree.tokens, size);
     PUT("beam_search/second", "integers", tree.tokens + tree.nodes, size);
-    PUT("beam_search/odds", "near", tree.odds, size);
+    PUT("beam_search/probs", "near", tree.probs, size);
 }
 
 static void exercise_lookup(void) {
@@ -343,7 +343,7 @@ static void exercise_lookup(void) {
     put_tree("continue_text", &tree, 8);
     Table table = {.tags = memory(2 * SLOTS * 4), .tokens = memory(2 * SLOTS * 3 * 4),
         .owners = memory(2 * SLOTS * 8),
-        .odds = memory(2 * SLOTS * 3 * 4), .best = 3, .slots = SLOTS, .shift = 20,
+        .probs = memory(2 * SLOTS * 3 * 4), .best = 3, .slots = SLOTS, .shift = 20,
         .token = 0x2545F491, .before = 0x1E3779B9, .absent = ABSENT};
     int64_t parents[100], last[] = {1, 2};
     for (int i = 0; i < 100; i++) parents[i] = i % 50 - 1;
@@ -355,14 +355,14 @@ static void exercise_lookup(void) {
     library.likely_successors(&table, &texts, last, owners, 2, 2, 3, &tree);
     put_tree("likely_successors", &tree, 8);
     tree = tree_of();
-    float *odds = random_floats(40, 0, 1), *judged = random_floats(8, 0, 4);
+    float *probs = random_floats(40, 0, 1), *judged = random_floats(8, 0, 4);
     int64_t *pool = random_tokens(40, 5), *kinds = random_tokens(40, 4), above[40];
     for (int i = 0; i < 40; i++) above[i] = i % 20 ? random_bits() % (i % 20) : -1;
-    library.likeliest(pool, above, odds, 2, 20, &tree);
+    library.likeliest(pool, above, probs, 2, 20, &tree);
     put_tree("likeliest", &tree, 8);
     library.judge(judged, 4, 0.9f, pool, above, kinds, positions, 20, &texts, ABSENT);
     PUT("judge", "near", judged, 8);
-    Member members[2] = {{pool, above, odds, 10, 2}, {pool + 20, above + 20, NULL, 10, 2}};
+    Member members[2] = {{pool, above, probs, 10, 2}, {pool + 20, above + 20, NULL, 10, 2}};
     int64_t pools[40], places[40], classes[40];
     tree = tree_of();
     library.merge_trees(random_floats(16, 0, 4), 4, 2, 0.3f, members, 2, 2, 20, pools, places,
@@ -376,18 +376,20 @@ static void exercise_states(void) {
             states = ROWS * HEADS * INNER * DEPTH;
     float *after = memory(states * 4), *out = memory(gates * DEPTH * 4),
           *decay = memory(gates * 4), *rate = memory(gates * 4);
-    library.delta_gates(random_numbers(gates, 4), random_numbers(gates, 4),
-            random_floats(HEADS, -1, 1), random_floats(HEADS, -1, 1), decay, rate, ROWS * TOKENS,
-            HEADS);
+    /* one after another: the order of arguments depends on the compiler */
+    bf16 *times = random_numbers(gates, 4), *shares = random_numbers(gates, 4);
+    float *falls = random_floats(HEADS, -1, 1), *biases = random_floats(HEADS, -1, 1);
+    library.delta_gates(times, shares, falls, biases, decay, rate, ROWS * TOKENS, HEADS);
     PUT("delta_gates", "near", decay, gates);
-    library.delta_rule(random_floats(keys, -1, 1), random_floats(keys, -1, 1),
-            random_floats(gates * DEPTH, -1, 1), decay, rate, random_floats(states, -1, 1), after,
-            out, ROWS, TOKENS, GROUPS, HEADS, INNER, DEPTH, 2);
+    float *query = random_floats(keys, -1, 1), *key = random_floats(keys, -1, 1);
+    float *value = random_floats(gates * DEPTH, -1, 1), *before = random_floats(states, -1, 1);
+    library.delta_rule(query, key, value, decay, rate, before, after, out, ROWS, TOKENS, GROUPS,
+            HEADS, INNER, DEPTH, 2);
     PUT("delta_rule", "near", out, gates * DEPTH);
     PUT("delta_rule/after", "near", after, states);
-    bf16 *mixed = memory(ROWS * 20 * 7 * 2);
-    library.causal_conv(random_numbers(ROWS * 20 * 7, 1), random_numbers(20 * 4, 1),
-            random_numbers(20, 1), mixed, ROWS, 20, 7, 4, 3, 1, 2);
+    bf16 *mixed = memory(ROWS * 20 * 7 * 2), *inputs = random_numbers(ROWS * 20 * 7, 1);
+    bf16 *taps = random_numbers(20 * 4, 1), *bias = random_numbers(20, 1);
+    library.causal_conv(inputs, taps, bias, mixed, ROWS, 20, 7, 4, 3, 1, 2);
     PUT("causal_conv", "bf16", mixed, ROWS * 20 * 7);
 }
 
