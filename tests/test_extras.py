@@ -26,8 +26,8 @@ EXTRA_OF = {
 INDIRECT = {"starlette": "fastapi", "pydantic": "fastapi", "tokenizers": "transformers",
             "click": "typer"}
 """Packages that a declared one always brings."""
-OPTIONAL = {"habana_frameworks", "optimum"}
-"""Found on machines that have them, and never asked for."""
+OPTIONAL = {"habana_frameworks", "optimum", "triton"}
+"""Found on machines that have them, and never asked for. PyTorch for GPUs brings triton."""
 
 
 def declared(extra: str | None) -> set[str]:

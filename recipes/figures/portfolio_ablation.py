@@ -28,9 +28,9 @@ def user(text: str) -> dict[str, str]:
 
 
 def kinds(engine: dp.Engine, tasks: str, questions: str, count: int) -> dict[str, list[Any]]:
-    with gzip.open(tasks, "rt") as file:
+    with gzip.open(tasks, "rt", encoding="utf-8") as file:
         code = [json.loads(line) for line in file][:: 160 // count][:count]
-    asked = [json.loads(line) for line in Path(questions).read_text().splitlines()]
+    asked = [json.loads(line) for line in Path(questions).read_text(encoding="utf-8").splitlines()]
     summaries = [row for row in asked if row["category"] == "summarization"][:count]
     chats = [row for row in asked if row["category"] in CHATS][:: 80 // count][:count]
     edit = "Write this again with all variables renamed, and nothing else:\n\n{}{}"

@@ -1,6 +1,6 @@
 """The definition of decoding once more, in plain Python: one text, one token at a time.
 
-Imports nothing from draftproof. Follows the definitions of transformers' ``generate`` and of
+Imports nothing of draftproof. Follows the definitions of transformers' ``generate`` and of
 OpenAI's penalties, and aims at readability, not speed. `sampling` is any object with the fields
 of `Sampling`.
 """
