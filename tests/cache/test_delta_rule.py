@@ -6,8 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import build
+from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
+from draftproof.cache import transformers_patches
 from draftproof.cache.delta_rule import causal_conv, delta_gates, delta_rule
 from draftproof.core.tree import TokenTree
 from draftproof.model.target import Target
@@ -95,6 +97,30 @@ def test_a_token_has_the_same_bits_however_many_are_read_with_it() -> None:
             cache.keep(None, torch.tensor([width]))
         read[width] = torch.cat(parts, 1)
     assert all(torch.equal(logits, read[1]) for logits in read.values())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_torch_is_never_asked_for_the_attention_of_few_queries(count: int) -> None:
+    """In a read of ours: it rounds that of fewer than four in another way. Elsewhere as it was."""
+    asked = list[int]()
+
+    def attend(
+        _: object, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
+    ) -> tuple[Tensor, None]:
+        asked.append(query.shape[2])
+        scores = query @ key.transpose(2, 3) + mask
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+    query, key, value = torch.randn(3, 2, 4, 9, 8).double()
+    mask = torch.randn(2, 1, 9, 9).double()
+    few = (torch.nn.Module(), query[:, :, :count], key, value, mask[:, :, :count])
+    wanted, _ = attend(*few)
+    patched = transformers_patches._several_queries(attend)
+    patched(*few)
+    with transformers_patches.recording(count):
+        output, _ = patched(*few)
+    torch.testing.assert_close(output, wanted)
+    assert asked[:2] == [count, count] and asked[2] >= 4
 
 
 def test_torch_runs_on_one_thread_while_ours_run_on_all() -> None:

@@ -135,9 +135,7 @@ class Target:
         assert self.fast is not None
         tokens = tree.tokens[:, first:] if first else tree.tokens
         logits, hidden = self.fast(tokens, tree, first, cache, last_only, hidden_layers)
-        if self._scaling != UNSCALED:                   # as `_reading`, a call less per token
-            logits = self._scaling.apply(logits)
-        return Reading(logits, hidden)
+        return self._reading(logits, hidden)
 
     def read_with_chunk(
         self, tree: TokenTree, chunk: Tensor, cache: KVCache,
