@@ -121,15 +121,25 @@ def generate(
         sequences = torch.cat([input_ids, new.to(input_ids.device)], 1)
         if not config.return_dict_in_generate:
             return sequences
-        wanted = config.output_scores or config.output_logits
         encoded = {name: model_kwargs.get(name) for name in ENCODED} if is_encoder_decoder else {}
-        logits = logits_of(model, sequences, mask, new.shape[1], encoded) if wanted else None
+        return _output(model, sequences, new.shape[1], mask, encoded, processors, config)
+
+
+def _output(
+    model: PreTrainedModel, sequences: Tensor, new: int, mask: Tensor | None,
+    encoded: dict[str, Any], processors: list[LogitsProcessor], config: GenerationConfig,
+) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:  # fmt: skip
+    """Transformers' output class for sequences that end with so many new tokens, with the logits
+    and scores that the configuration asks for."""
+    wanted = config.output_scores or config.output_logits
+    logits = logits_of(model, sequences, mask, new, encoded) if wanted else None
     scores = None
     if logits is not None and config.output_scores:
-        process, start = LogitsProcessorList(processors), input_ids.shape[1]
+        process, start = LogitsProcessorList(processors), sequences.shape[1] - new
         scores = tuple(
             process(sequences[:, : start + step], row.clone()) for step, row in enumerate(logits)
         )
+    is_encoder_decoder = model.config.is_encoder_decoder
     kind = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
     return kind(
         sequences=sequences, scores=scores, logits=logits if config.output_logits else None
