@@ -11,7 +11,6 @@ import draftproof as dp
 from draftproof.requests.request import Request, Update
 from draftproof.server import schema
 from draftproof.server.answer import Answer
-from draftproof.server.hosted_model import Reading
 
 TEXT = "A 🦜 and 東京."
 
@@ -20,7 +19,7 @@ def answer(server: Any, prompt: Any, chat: bool = False) -> Answer:
     body: Any = schema.Chat(messages=[]) if chat else schema.Completion(prompt="x")
     sampling = dp.Sampling(logprobs=True, top_logprobs=2)
     requests = server.engine.requests.read(prompt, 8, sampling, 1)
-    return Answer(server.first, body, Reading(requests, []))
+    return Answer(server.first, body, requests, [])
 
 
 def progress(tokens: list[int], others: list[int]) -> Update:

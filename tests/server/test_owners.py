@@ -65,6 +65,6 @@ def test_a_grammar_is_compiled_for_each_owner(monkeypatch: pytest.MonkeyPatch) -
     grammars = Grammars(engine.codec, engine.target.vocab_size, engine.stop_tokens)
     grammar = f"start: {json_rule({'type': 'object'})}"
     for owner, count in ((1, 1), (1, 1), (2, 2), (1, 2)):
-        rule = grammars.of(owner).lark(grammar)
+        rule = grammars.lark(grammar, owner)
         rule.make(RuleContext([5], 9, engine.stop_tokens, engine.target.device))
         assert len(compiled) == count

@@ -25,8 +25,7 @@ def read(text: str, step: int, marks: Marks | None = THINK, **options: Any) -> t
     reader, reasoning, answer, calls = OutputReader(marks, inside, form, **options), "", "", []
     for start in range(0, len(text), step):
         new = reader.push(text[start : start + step], last=start + step >= len(text))
-        reasoning, answer, calls = (reasoning + new.reasoning, answer + new.text,
-                                    calls + new.calls)
+        reasoning, answer, calls = reasoning + new[0], answer + new[1], calls + new[2]
     return reasoning, answer, [(call["function"]["name"], json.loads(call["function"]["arguments"]))
                                for call in calls]
 

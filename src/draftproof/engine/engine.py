@@ -111,7 +111,7 @@ class Engine:
                 f"device={target.device}, drafter={self.drafter.name!r}, draft tokens={size}, "
                 f"acceptance={self.acceptance!r})")
 
-    @property
+    @cached_property
     def requests(self) -> RequestReader:
         """Checks prompts and sampling parameters."""
         if self.target.is_encoder_decoder:

@@ -11,7 +11,8 @@ import fastapi
 from draftproof.errors import DraftproofError
 from draftproof.requests.request import DraftTree, Request, Update
 from draftproof.server.base_answer import BaseAnswer, Piece, event
-from draftproof.server.hosted_model import HostedModel, Reading
+from draftproof.server.hosted_model import HostedModel
+from draftproof.server.output_reader import OutputReader
 from draftproof.server.problems import error_body, status_of
 from draftproof.server.schema import Chat, GenerationBody
 from draftproof.tokenizer.codec import Codec
@@ -21,10 +22,10 @@ class Answer(BaseAnswer):
     """Choices, whole or as chunks."""
 
     def __init__(
-        self, hosted: HostedModel, body: GenerationBody, reading: Reading | Sequence[Request]
-    ) -> None:
-        reading = reading if isinstance(reading, Reading) else Reading(list(reading), [])
-        super().__init__(hosted, reading, bool(body.stream), body.draftproof)
+        self, hosted: HostedModel, body: GenerationBody, requests: list[Request],
+        readers: list[OutputReader],
+    ) -> None:  # fmt: skip
+        super().__init__(hosted, requests, readers, body.stream, body.draftproof.drafter)
         self.body, self.chat = body, isinstance(body, Chat)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.kind = "chat.completion" if self.chat else "text_completion"
@@ -38,13 +39,13 @@ class Answer(BaseAnswer):
     async def complete(self, request: fastapi.Request) -> dict[str, object]:
         pieces = {piece.number: piece async for piece in self.pieces(request)}
         for piece in pieces.values():
-            self.count_reasoning(piece.output.reasoning)
+            self.count_reasoning(piece.reasoning)
         choices = [self._choice(piece) for _, piece in sorted(pieces.items())]
         return self._body(choices, usage=self._usage())
 
     async def events(self, request: fastapi.Request) -> AsyncIterator[str]:
         """A chunk for each round with new text."""
-        options, prompt, new = self.body.stream_options, self.usage().prompt, 0
+        options, prompt, new = self.body.stream_options, self.prompt_tokens, 0
         each = options is not None and options.include_usage and options.continuous_usage_stats
         drawn = "draftproof" in self.body.model_fields_set
         try:
@@ -63,20 +64,22 @@ class Answer(BaseAnswer):
 
     def _choice(self, piece: Piece) -> dict[str, object]:
         """The new part of a sample: all of it, or a chunk."""
-        index, update, output, reason = piece
-        content: dict[str, object] = {"text": output.text}
+        content: dict[str, object] = {"text": piece.text}
         if self.chat:
-            role = {} if index in self._begun else {"role": "assistant"}
-            self._begun.add(index)
-            message: dict[str, object] = {**role, "content": output.text or (
-                None if output.calls or output.reasoning else "")}
-            if output.reasoning:
-                message["reasoning_content"] = output.reasoning
-            if output.calls:
-                message["tool_calls"] = output.calls
+            role = {} if piece.number in self._begun else {"role": "assistant"}
+            self._begun.add(piece.number)
+            message: dict[str, object] = {**role, "content": piece.text or (
+                None if piece.calls or piece.reasoning else "")}
+            if piece.reasoning:
+                message["reasoning_content"] = piece.reasoning
+            if piece.calls:
+                message["tool_calls"] = piece.calls
             content = {"delta" if self.stream else "message": message}
-        scores = self._scores(update, index) if self.logprobs and update.tokens else None
-        return {"index": index, **content, "logprobs": scores, "finish_reason": reason}
+        scores = None
+        if self.logprobs and piece.update.tokens:
+            scores = self._scores(piece.update, piece.number)
+        return {"index": piece.number, **content, "logprobs": scores,
+                "finish_reason": piece.finish_reason}
 
     def _drafts(self, update: Update) -> dict[str, object]:
         """Draft trees and statistics of new text, for the web page."""

@@ -12,7 +12,8 @@ from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 
-from fastapi import FastAPI, Request
+import fastapi
+from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
@@ -20,16 +21,18 @@ from starlette.responses import Response
 
 from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
+from draftproof.requests.request import Request
 from draftproof.server import schema
 from draftproof.server.access_log import ROWS, AccessLog
 from draftproof.server.answer import Answer
 from draftproof.server.base_answer import BaseAnswer
 from draftproof.server.guard import KEY, LOOPBACK_ORIGIN, Access, Guard, Lifecycle
-from draftproof.server.hosted_model import HostedModel, Limits, Reading
+from draftproof.server.hosted_model import HostedModel, Limits
 from draftproof.server.json_route import JSONRoute
 from draftproof.server.messages_answer import MessagesAnswer
 from draftproof.server.messages_request import MessagesBody, TokensBody
 from draftproof.server.models import Models
+from draftproof.server.output_reader import OutputReader
 from draftproof.server.owners import Owners
 from draftproof.server.problems import HANDLED, refusal
 from draftproof.server.request_queue import RequestQueue
@@ -37,7 +40,7 @@ from draftproof.server.response_store import ResponseStore
 from draftproof.server.responses_answer import ResponsesAnswer
 from draftproof.server.responses_request import ResponsesBody
 
-MakeAnswer = Callable[[HostedModel, Reading], BaseAnswer]
+MakeAnswer = Callable[[HostedModel, list[Request], list[OutputReader]], BaseAnswer]
 
 
 class Server:
@@ -131,40 +134,42 @@ class Server:
         with suppress(asyncio.CancelledError):
             await task
 
-    async def completions(self, request: Request, body: schema.Completion) -> Response:
+    async def completions(self, request: fastapi.Request, body: schema.Completion) -> Response:
         """OpenAI's text completions."""
         return await self._answer(
-            request, body, lambda hosted, reading: Answer(hosted, body, reading))
+            request, body, lambda hosted, *read: Answer(hosted, body, *read))
 
-    async def chat(self, request: Request, body: schema.Chat) -> Response:
+    async def chat(self, request: fastapi.Request, body: schema.Chat) -> Response:
         """OpenAI's chat completions."""
         return await self._answer(
-            request, body, lambda hosted, reading: Answer(hosted, body, reading))
+            request, body, lambda hosted, *read: Answer(hosted, body, *read))
 
-    async def messages(self, request: Request, body: MessagesBody) -> Response:
+    async def messages(self, request: fastapi.Request, body: MessagesBody) -> Response:
         """Anthropic's messages."""
         hosted = await self.models.get(body.model)
         return await self._answer(
             request, body.chat(hosted.marks is not None, hosted.engine.codec),
-            lambda hosted, reading: MessagesAnswer(hosted, body, reading))
+            lambda hosted, *read: MessagesAnswer(hosted, body, *read))
 
-    async def create_response(self, request: Request, body: ResponsesBody) -> Response:
+    async def create_response(self, request: fastapi.Request, body: ResponsesBody) -> Response:
         """OpenAI's responses."""
         owner = self._owner(request, None)
         earlier = self.responses.messages(owner, body.previous_response_id)
         chat = body.chat(earlier)
 
-        def make(hosted: HostedModel, reading: Reading) -> BaseAnswer:
+        def make(
+            hosted: HostedModel, requests: list[Request], readers: list[OutputReader]
+        ) -> BaseAnswer:
             keep = self.responses.keeper(owner, chat.messages) if body.store is not False else None
-            return ResponsesAnswer(hosted, body, reading, keep)
+            return ResponsesAnswer(hosted, body, requests, readers, keep)
 
         return await self._answer(request, chat, make)
 
-    async def response(self, request: Request, name: str) -> dict[str, object]:
+    async def response(self, request: fastapi.Request, name: str) -> dict[str, object]:
         """A stored response."""
         return self.responses.get(self._owner(request, None), name)
 
-    async def delete_response(self, request: Request, name: str) -> dict[str, object]:
+    async def delete_response(self, request: fastapi.Request, name: str) -> dict[str, object]:
         """Delete a stored response."""
         self.responses.delete(self._owner(request, None), name)
         return {"id": name, "object": "response", "deleted": True}
@@ -173,16 +178,16 @@ class Server:
         """Count the tokens of a request to /v1/messages."""
         hosted = await self.models.get(body.model)
         chat = body.chat(hosted.marks is not None, hosted.engine.codec)
-        reading = await run_in_threadpool(hosted.read, chat)
-        return {"input_tokens": len(reading.requests[0].prompt)}
+        (request,), _ = await run_in_threadpool(hosted.read, chat)
+        return {"input_tokens": len(request.prompt)}
 
     async def tokenize(self, body: schema.Completion | schema.Chat) -> dict[str, object]:
         """The token ids of a prompt, or of messages in the model's template."""
         hosted = await self.models.get(body.model)
-        first, *others = (await run_in_threadpool(hosted.read, body)).requests
-        if others:
-            raise BadInput(f"{1 + len(others)} prompts were given; give one")
-        tokens, length = list(first.prompt), hosted.queue.length
+        requests, _ = await run_in_threadpool(hosted.read, body)
+        if len(requests) > 1:
+            raise BadInput(f"{len(requests)} prompts were given; give one")
+        tokens, length = list(requests[0].prompt), hosted.queue.length
         return {"tokens": tokens, "count": len(tokens), "max_model_len": length}
 
     def list_models(self) -> dict[str, object]:
@@ -221,22 +226,21 @@ class Server:
             **(hosted.about() if hosted is not None else {}),
         }  # fmt: skip
 
-    def _owner(self, request: Request, salt: str | None) -> int:
+    def _owner(self, request: fastapi.Request, salt: str | None) -> int:
         return self.owners.number(request.scope.get(KEY) or "", salt or "")
 
     def _read(self, body: schema.GenerationBody) -> Answer:
         """The former name: an answer of the first model that has not been started."""
-        return Answer(self.first, body, self.first.read(body))
+        return Answer(self.first, body, *self.first.read(body))
 
     async def _answer(
-        self, request: Request, body: schema.GenerationBody, make: MakeAnswer
+        self, request: fastapi.Request, body: schema.GenerationBody, make: MakeAnswer
     ) -> Response:
         hosted = await self.models.get(body.model)
         hosted.readings += 1      # keeps the model loaded
         try:
             owner = self._owner(request, body.cache_salt)
-            reading = await run_in_threadpool(hosted.read, body, owner)
-            answer = make(hosted, reading)
+            answer = make(hosted, *await run_in_threadpool(hosted.read, body, owner))
             request.scope[ROWS] = [each.sequences for each in answer.requests]
             longest = max(len(each.prompt) for each in answer.requests)
             if longest >= hosted.queue.length:

@@ -14,9 +14,9 @@ import fastapi
 from draftproof.engine.engine import Completion
 from draftproof.errors import DraftproofError, Unavailable
 from draftproof.requests.request import Request, Update
-from draftproof.server.hosted_model import HostedModel, Reading
-from draftproof.server.output_reader import Output
-from draftproof.server.schema import DraftproofOptions
+from draftproof.server.call_forms import ToolCall
+from draftproof.server.hosted_model import HostedModel
+from draftproof.server.output_reader import OutputReader
 
 if TYPE_CHECKING:
     from draftproof.tokenizer.codec import Codec
@@ -28,13 +28,17 @@ class Piece(NamedTuple):
     Attributes:
         number: Its index among the samples of all prompts.
         update: The scheduler's update.
-        output: The new text, split into reasoning, answer and calls.
+        reasoning: New reasoning.
+        text: New text of the answer.
+        calls: Tool calls in OpenAI's format.
         finish_reason: OpenAI's name of why it ended; None while it runs.
     """
 
     number: int
     update: Update
-    output: Output
+    reasoning: str
+    text: str
+    calls: list[ToolCall]
     finish_reason: str | None
 
 
@@ -52,18 +56,20 @@ class BaseAnswer(ABC):
     """The samples of one or more requests, each of one prompt."""
 
     def __init__(
-        self, hosted: HostedModel, reading: Reading, stream: bool, options: DraftproofOptions
-    ) -> None:
+        self, hosted: HostedModel, requests: list[Request], readers: list[OutputReader],
+        stream: bool | None, drafter: str,
+    ) -> None:  # fmt: skip
         """
         Args:
             hosted: The model that writes.
-            reading: The requests, and readers that split their texts.
+            requests: One for each prompt.
+            readers: They split each sample's text; empty if all of it is the answer.
             stream: Whether the client wants every update.
-            options: The options under "draftproof".
+            drafter: "" or "none".
         """
-        self.hosted, self.stream, self.drafter = hosted, stream, options.drafter
+        self.hosted, self.stream, self.drafter = hosted, bool(stream), drafter
         self.created, self.begun = int(time.time()), time.perf_counter()
-        self.requests, self.readers = reading.requests, reading.readers
+        self.requests, self.readers = requests, readers
         self.size = sum(len(request.sequences) for request in self.requests)
         self.done, self.updates = list[Completion](), asyncio.Queue[Update | None]()
         self._reasoned = 0                              # tokens
@@ -145,22 +151,25 @@ class BaseAnswer(ABC):
         done = update.completion
         reason = done.finish_reason if done else None
         if not self.readers:
-            return Piece(index, update, Output("", update.text, []), reason)
-        reader = self.readers[index]
-        output = reader.push(update.text, last=done is not None)
-        if output.reasoning and self.stream:
+            return Piece(index, update, "", update.text, [], reason)
+        reasoning, text, calls = self.readers[index].push(update.text, last=done is not None)
+        if reasoning and self.stream:
             self._reasoned += len(update.tokens)
-        if output.calls and reason == "stop":
+        if calls and reason == "stop":
             reason = "tool_calls"
-        return Piece(index, update, output, reason)
+        return Piece(index, update, reasoning, text, calls, reason)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt) for request in self.requests)
 
     def usage(self) -> Usage:
         """Tokens that were read, written and drafted so far."""
         accepted = sum(done.stats.accepted for done in self.done)
         return Usage(
-            sum(len(request.prompt) for request in self.requests),
-            sum(len(done.tokens) for done in self.done), self._reasoned, accepted,
-            sum(done.stats.drafted for done in self.done) - accepted,
+            self.prompt_tokens, sum(len(done.tokens) for done in self.done), self._reasoned,
+            accepted, sum(done.stats.drafted for done in self.done) - accepted,
         )  # fmt: skip
 
     def count_reasoning(self, text: str) -> None:

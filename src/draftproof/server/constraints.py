@@ -7,10 +7,9 @@ import json
 import re
 from collections.abc import Callable
 
-from draftproof.core.params import LogitsRule
 from draftproof.errors import BadInput, first_line
 from draftproof.requests.foreign_options import is_neutral
-from draftproof.server.grammar import Grammars, json_rule
+from draftproof.server.grammar import json_rule
 from draftproof.server.schema import ResponseFormat
 
 SPELLINGS = {
@@ -29,15 +28,15 @@ def split(options: dict[str, object]) -> tuple[dict[str, object], dict[str, obje
     return asked, {name: value for name, value in options.items() if name not in asked}
 
 
-def constraint(
-    response: ResponseFormat | None, asked: dict[str, object], grammars: Grammars
-) -> LogitsRule | None:
-    """The rule that the text must follow, or None if any text is allowed.
+def grammar_of(response: ResponseFormat | None, asked: dict[str, object]) -> str | None:
+    """The grammar that the text must follow, or None if any text is allowed.
 
     Args:
         response: OpenAI's field.
         asked: Fields of other engines, from `split`.
-        grammars: Compiles it.
+
+    Returns:
+        A grammar in the Lark dialect of llguidance.
 
     Raises:
         BadInput: It cannot be followed, or there are two constraints.
@@ -47,17 +46,34 @@ def constraint(
     if not isinstance(outputs, dict):
         raise BadInput(f'"structured_outputs" was {outputs!r:.99}; it must be an object')
     wanted += [(name, value) for name, value in outputs.items() if not is_neutral(name, value)]
-    rule = grammars.response(response)
-    if len(wanted) + (rule is not None) > 1:
-        names = ", ".join([*asked, *(["response_format"] if rule is not None else [])])
+    grammar = _response_grammar(response)
+    if len(wanted) + (grammar is not None) > 1:
+        names = ", ".join([*asked, *(["response_format"] if grammar is not None else [])])
         raise BadInput(f"several constraints were asked for ({names}); give one")
     if not wanted:
-        return rule
+        return grammar
     ((kind, value),) = wanted
     if kind not in _GRAMMARS:
         raise BadInput(f'"structured_outputs" has {kind!r}, which is not honoured; it may have one '
                        f"of {', '.join(_GRAMMARS)}")
-    return grammars.lark(_GRAMMARS[kind](value))
+    return _GRAMMARS[kind](value)
+
+
+def _response_grammar(response: ResponseFormat | None) -> str | None:
+    """The grammar of OpenAI's `response_format`; None if any text is allowed."""
+    if response is None:
+        return None
+    if response.type == "text":
+        if response.json_schema is not None or response.schema_ is not None:
+            raise BadInput('response_format is "text" and has a schema; say "json_schema"')
+        return None
+    schema = response.json_schema.schema_ if response.json_schema is not None else None
+    schema = response.schema_ if schema is None else schema
+    if schema is None and response.type == "json_object":
+        schema = {"type": "object"}
+    if not isinstance(schema, dict):
+        raise BadInput('response_format json_schema needs {"json_schema": {"schema": {...}}}')
+    return f"start: {json_rule(schema)}"
 
 
 def _json(schema: object) -> str:

@@ -6,10 +6,10 @@ mask of its own path. The matcher is rolled back to where two paths part.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from draftproof.core.params import LogitsProcessor, LogitsRule, RuleContext
 from draftproof.errors import BadInput
 from draftproof.requests.completion import first_difference
-from draftproof.server.schema import ResponseFormat
 from draftproof.tokenizer.codec import Codec
 
 if TYPE_CHECKING:
@@ -50,8 +49,6 @@ class Grammars:
     owner, so that nobody can tell whether another one has used it.
     """
 
-    owner = 0
-
     def __init__(self, codec: Codec | None, vocab: int, ends: tuple[int, ...]) -> None:
         """
         Args:
@@ -64,51 +61,31 @@ class Grammars:
         self._compiled: OrderedDict[tuple[int, str], LLMatcher] = OrderedDict()
         self._lock = Lock()
 
-    def of(self, owner: int) -> Grammars:
-        """These grammars for one owner of requests."""
-        seen = copy.copy(self)
-        seen.owner = owner
-        return seen
-
-    def response(self, asked: ResponseFormat | None) -> LogitsRule | None:
-        """The rule of a request's `response_format`; None if any text is allowed."""
-        if asked is None:
-            return None
-        if asked.type == "text":
-            if asked.json_schema is not None or asked.schema_ is not None:
-                raise BadInput('response_format is "text" and has a schema; say "json_schema"')
-            return None
-        schema = asked.json_schema.schema_ if asked.json_schema is not None else None
-        schema = asked.schema_ if schema is None else schema
-        if schema is None and asked.type == "json_object":
-            schema = {"type": "object"}
-        if not isinstance(schema, dict):
-            raise BadInput('response_format json_schema needs {"json_schema": {"schema": {...}}}')
-        return self.lark(f"start: {json_rule(schema)}")
-
-    def lark(self, grammar: str) -> LogitsRule:
+    def lark(self, grammar: str, owner: int = 0) -> LogitsRule:
         """The rule that makes a text follow a grammar.
 
         Args:
             grammar: In the Lark dialect of llguidance.
+            owner: Whose request it is.
 
         Raises:
             BadInput: It is not a grammar, is too long, or this model can follow none.
         """
-        self._matcher(grammar)      # it may take seconds; here no round waits for it
-        return LogitsRule("grammar", lambda request: self._processor(grammar, request), forces=True)
+        self._matcher(grammar, owner)       # it may take seconds; here no round waits for it
+        make = partial(self._processor, grammar, owner)
+        return LogitsRule("grammar", make, forces=True)
 
-    def _processor(self, grammar: str, request: RuleContext) -> LogitsProcessor:
+    def _processor(self, grammar: str, owner: int, request: RuleContext) -> LogitsProcessor:
         if not request.ends:
             raise BadInput("a text with a grammar ends by an end token; leave ignore_eos out")
-        matcher = self._matcher(grammar)
+        matcher = self._matcher(grammar, owner)
         return GrammarProcessor(matcher, len(request.prompt), self.vocab, request.ends, self._ends)
 
     @property
     def _ends(self) -> list[int]:
         return list(self._tokenizers[0].eos_tokens)
 
-    def _matcher(self, grammar: str) -> LLMatcher:
+    def _matcher(self, grammar: str, owner: int) -> LLMatcher:
         """A new matcher, at the beginning of a text."""
         try:
             from llguidance import LLMatcher
@@ -131,14 +108,14 @@ class Grammars:
                 size = max(self.vocab, len(tokenizer))
                 full = getattr(tokenizer, "transformers", tokenizer)
                 self._tokenizers.append(from_tokenizer(full, size, list(self.ends) or None))
-            matcher = self._compiled.pop((self.owner, grammar), None)
+            matcher = self._compiled.pop((owner, grammar), None)
         if matcher is None:
             matcher = LLMatcher(self._tokenizers[0], grammar, log_level=0)
             if matcher.is_error():
                 reason = " ".join(matcher.get_error().split())
                 raise BadInput(f"the schema cannot be followed: {reason[:300]}")
         with self._lock:
-            self._compiled[self.owner, grammar] = matcher
+            self._compiled[owner, grammar] = matcher
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             return matcher.deep_copy()

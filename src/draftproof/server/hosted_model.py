@@ -19,7 +19,7 @@ from draftproof.server.output_reader import OutputReader
 from draftproof.server.reasoning import CHANNELS, is_open, marks_of
 from draftproof.server.request_keys import check_messages, with_known_roles
 from draftproof.server.request_queue import RequestQueue, Worker
-from draftproof.server.tools import Form, call_messages, call_rule, offered
+from draftproof.server.tools import Form, call_grammar, call_messages, offered
 
 RANGES = {"presence_penalty": (-2, 2), "frequency_penalty": (-2, 2),
           "seed": (-(2**63), 2**63 - 1)}
@@ -41,19 +41,6 @@ class Limits:
     queue: int = 256
     length: int = 4096
     timeout: float | None = None
-
-
-@dataclass
-class Reading:
-    """A parsed HTTP request.
-
-    Attributes:
-        requests: One for each prompt.
-        readers: They split each sample's text; empty if the whole text is the answer.
-    """
-
-    requests: list[Request]
-    readers: list[OutputReader]
 
 
 class HostedModel:
@@ -103,18 +90,23 @@ class HostedModel:
             "prompt and answer together (--max-model-len)", tokens
         )  # fmt: skip
 
-    def read(self, body: schema.GenerationBody, owner: int = 0) -> Reading:
+    def read(
+        self, body: schema.GenerationBody, owner: int = 0
+    ) -> tuple[list[Request], list[OutputReader]]:
         """Check a request, and convert it for the scheduler.
 
         Args:
             body: What the client sent.
             owner: Whose earlier texts may be used for it.
 
+        Returns:
+            A request for each prompt, and a reader for each sample, which splits its text; no
+            readers if all of it is the answer.
+
         Raises:
             BadInput: Something in it cannot be honoured.
         """
         wanted, rest = constraints.split(body.model_extra or {})
-        grammars = self.grammars.of(owner)
         refuse_unrecognized(rest, self.engine.sampling)
         if body.stream_options is not None and not body.stream:
             raise BadInput("stream_options was given without stream; ask for both")
@@ -122,11 +114,13 @@ class HostedModel:
         _check_ranges(sampling)
         if sampling.temperature and rest.get("seed") in (None, -1):  # a new text each time
             sampling = replace(sampling, seed=secrets.randbits(62))
-        rule = constraints.constraint(body.response_format, wanted, grammars)
+        grammar = constraints.grammar_of(body.response_format, wanted)
         prompts, form, text = self._prompts(body)
         if isinstance(body, schema.Chat) and form is not None:
-            rule = call_rule(body, form, grammars) or rule
-        sampling = replace(sampling, logits_rules=(*sampling.logits_rules, *filter(None, [rule])))
+            grammar = call_grammar(body, form, self.engine.codec) or grammar
+        if grammar is not None:
+            rule = self.grammars.lark(grammar, owner)
+            sampling = replace(sampling, logits_rules=(*sampling.logits_rules, rule))
         prompts, n = self.engine.requests.split_prompts(prompts), body.n or 1
         self.queue.check(body.draftproof.drafter, len(prompts), n)
         limited = sampling.max_new_tokens is not None or sampling.max_length is not None
@@ -139,12 +133,12 @@ class HostedModel:
             request.owner, request.priority = owner, body.priority or 0
             request.draft_trees = body.draftproof.trees
         if not isinstance(body, schema.Chat):
-            return Reading(requests, [])
+            return requests, []
         # a grammar applies from the first token on, which leaves no room for reasoning
-        splits = body.splits_reasoning and rule is None
+        splits = body.splits_reasoning and grammar is None
         readers = self._readers(body, form, text, splits, len(requests) * n)
         self._show_marks(requests, readers)
-        return Reading(requests, readers)
+        return requests, readers
 
     def _prompts(self, body: schema.GenerationBody) -> tuple[object, Form | None, str]:
         """The prompts, the form of calls if tools are offered, and the end of the chat's prompt."""

@@ -9,9 +9,11 @@ from collections.abc import AsyncIterator, Iterator
 import fastapi
 
 from draftproof.errors import DraftproofError
+from draftproof.requests.request import Request
 from draftproof.server.base_answer import BaseAnswer, Piece, event
-from draftproof.server.hosted_model import HostedModel, Reading
+from draftproof.server.hosted_model import HostedModel
 from draftproof.server.messages_request import MessagesBody
+from draftproof.server.output_reader import OutputReader
 from draftproof.server.problems import MESSAGES, error_body, status_of
 
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -21,22 +23,25 @@ STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class MessagesAnswer(BaseAnswer):
     """Blocks of thinking, text and tool use."""
 
-    def __init__(self, hosted: HostedModel, body: MessagesBody, reading: Reading) -> None:
-        super().__init__(hosted, reading, bool(body.stream), body.draftproof)
+    def __init__(
+        self, hosted: HostedModel, body: MessagesBody, requests: list[Request],
+        readers: list[OutputReader],
+    ) -> None:  # fmt: skip
+        super().__init__(hosted, requests, readers, body.stream, body.draftproof.drafter)
         self.id = f"msg_{uuid.uuid4().hex}"
         self._open, self._count = "", 0                 # the current block; number of blocks
 
     async def complete(self, request: fastapi.Request) -> dict[str, object]:
         blocks, reason = list[dict[str, object]](), "end_turn"
         async for piece in self.pieces(request):
-            output, reason = piece.output, self._reason(piece)
-            if output.reasoning:
-                blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": ""})
-            if output.text:
-                blocks.append({"type": "text", "text": output.text})
+            reason = self._reason(piece)
+            if piece.reasoning:
+                blocks.append({"type": "thinking", "thinking": piece.reasoning, "signature": ""})
+            if piece.text:
+                blocks.append({"type": "text", "text": piece.text})
             blocks += [{"type": "tool_use", "id": call["id"], "name": call["function"]["name"],
                         "input": json.loads(call["function"]["arguments"])}
-                       for call in output.calls]
+                       for call in piece.calls]
         return self._message(blocks, reason)
 
     async def events(self, request: fastapi.Request) -> AsyncIterator[str]:
@@ -57,14 +62,13 @@ class MessagesAnswer(BaseAnswer):
             yield event(error_body(str(error), status_of(error), None, MESSAGES), "error")
 
     def _grow(self, piece: Piece) -> Iterator[str]:
-        output = piece.output
-        if output.reasoning:
+        if piece.reasoning:
             yield from self._begin("thinking", {"thinking": "", "signature": ""})
-            yield self._delta({"type": "thinking_delta", "thinking": output.reasoning})
-        if output.text:
+            yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
+        if piece.text:
             yield from self._begin("text", {"text": ""})
-            yield self._delta({"type": "text_delta", "text": output.text})
-        for call in output.calls:
+            yield self._delta({"type": "text_delta", "text": piece.text})
+        for call in piece.calls:
             yield from self._close()
             yield from self._begin("tool_use", {
                 "id": call["id"], "name": call["function"]["name"], "input": {}})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from draftproof.server.call_forms import ToolCall
 from draftproof.server.reasoning import (
@@ -15,20 +14,6 @@ from draftproof.server.reasoning import (
 )
 from draftproof.server.schema import Tool
 from draftproof.server.tools import CallReader, Form, as_client
-
-
-class Output(NamedTuple):
-    """New parts of a text.
-
-    Attributes:
-        reasoning: New reasoning.
-        text: New text of the answer.
-        calls: Tool calls in OpenAI's format.
-    """
-
-    reasoning: str
-    text: str
-    calls: list[ToolCall]
 
 
 class OutputReader:
@@ -57,18 +42,23 @@ class OutputReader:
         self.marks = "".join(CHANNEL_MARKS if self.channels else parts)
         """Texts with the names of special tokens that must be shown."""
 
-    def push(self, text: str, last: bool) -> Output:
-        """The new parts that are certain; at the end of the text, the rest."""
+    def push(self, text: str, last: bool) -> tuple[str, str, list[ToolCall]]:
+        """The new reasoning, text of the answer, and tool calls in OpenAI's format.
+
+        Args:
+            text: What the model has written since the last call.
+            last: Whether it has ended. Before, what may still become a mark is held back.
+        """
         if self.channels is not None:
             reasoning, answer, read = self.channels.push(text, last)
             calls = [as_client(self._count + index, call) for index, call in enumerate(read)]
             self._count += len(calls)
             if not self._splits:
-                return Output("", reasoning + answer, calls)
-            return Output(reasoning if self._shown else "", answer, calls)
+                return "", reasoning + answer, calls
+            return reasoning if self._shown else "", answer, calls
         reasoning, answer, calls = "", text, []
         if self._reasoning is not None:
             reasoning, answer = self._reasoning.push(text, last)
         if self._calls is not None:
             answer, calls = self._calls.push(answer, last)
-        return Output(reasoning if self._shown else "", answer, calls)
+        return reasoning if self._shown else "", answer, calls

@@ -9,10 +9,12 @@ from typing import Any
 import fastapi
 
 from draftproof.errors import DraftproofError
+from draftproof.requests.request import Request
 from draftproof.server.answer import logprobs_of
 from draftproof.server.base_answer import BaseAnswer, Piece, event
 from draftproof.server.call_forms import ToolCall
-from draftproof.server.hosted_model import HostedModel, Reading
+from draftproof.server.hosted_model import HostedModel
+from draftproof.server.output_reader import OutputReader
 from draftproof.server.response_store import Keep
 from draftproof.server.responses_request import NamedFunction, ResponsesBody
 
@@ -21,9 +23,10 @@ class ResponsesAnswer(BaseAnswer):
     """One response. Items are streamed as they grow, and sent complete at their end."""
 
     def __init__(
-        self, hosted: HostedModel, body: ResponsesBody, reading: Reading, keep: Keep | None
-    ) -> None:
-        super().__init__(hosted, reading, bool(body.stream), body.draftproof)
+        self, hosted: HostedModel, body: ResponsesBody, requests: list[Request],
+        readers: list[OutputReader], keep: Keep | None,
+    ) -> None:  # fmt: skip
+        super().__init__(hosted, requests, readers, body.stream, body.draftproof.drafter)
         self.body, self.keep, self.id = body, keep, f"resp_{uuid.uuid4().hex}"
         self.items, self._sequence = list[dict[str, Any]](), 0
         self._open = False                              # whether the last item still grows
@@ -31,7 +34,7 @@ class ResponsesAnswer(BaseAnswer):
 
     async def complete(self, request: fastapi.Request) -> dict[str, object]:
         async for piece in self.pieces(request):
-            self.count_reasoning(piece.output.reasoning)
+            self.count_reasoning(piece.reasoning)
             for _ in self._grow(piece):                 # events that are not sent
                 pass
         for _ in self._close():
@@ -56,15 +59,15 @@ class ResponsesAnswer(BaseAnswer):
             yield self._told("response.failed", response=failed)
 
     def _grow(self, piece: Piece) -> Iterator[str]:
-        output, self._finish = piece.output, piece.finish_reason
-        if output.reasoning:
+        self._finish = piece.finish_reason
+        if piece.reasoning:
             yield from self._begin("reasoning")
-            yield from self._add("reasoning_text", output.reasoning)
-        if output.text:
+            yield from self._add("reasoning_text", piece.reasoning)
+        if piece.text:
             yield from self._begin("message")
             scores = logprobs_of(self.codec, piece.update) if self.body.wants_logprobs else []
-            yield from self._add("output_text", output.text, scores)
-        for call in output.calls:
+            yield from self._add("output_text", piece.text, scores)
+        for call in piece.calls:
             yield from self._close()
             yield from self._call(call)
 

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from draftproof.core.params import LogitsRule
 from draftproof.errors import BadInput
 from draftproof.server.call_forms import (
     HERMES,
@@ -22,7 +21,7 @@ from draftproof.server.call_forms import (
     form_of,
     read_calls,
 )
-from draftproof.server.grammar import Grammars, json_rule
+from draftproof.server.grammar import json_rule
 from draftproof.server.schema import Chat, Function, Tool
 from draftproof.tokenizer.codec import Codec
 
@@ -33,8 +32,8 @@ __all__ = [
     "CallReader",
     "Form",
     "as_client",
+    "call_grammar",
     "call_messages",
-    "call_rule",
     "offered",
 ]
 
@@ -52,7 +51,7 @@ def offered(body: Chat, codec: Codec | None) -> tuple[list[dict[str, object]], F
     return tools, form_of(codec, tools)
 
 
-def call_rule(body: Chat, form: Form, grammars: Grammars) -> LogitsRule | None:
+def call_grammar(body: Chat, form: Form, codec: Codec | None) -> str | None:
     """The grammar for `tool_choice`: a call of any tool, or of the named one."""
     choice, functions = body.tool_choice, [tool.function for tool in body.tools or ()]
     if choice is None or choice == "auto":
@@ -62,7 +61,7 @@ def call_rule(body: Chat, form: Form, grammars: Grammars) -> LogitsRule | None:
     if not functions:
         raise BadInput("tool_choice names a function that is not among the tools")
     several = choice == "required" and body.parallel_tool_calls is not False
-    return grammars.lark(_call_grammar(functions, form, several, grammars.codec))
+    return _call_grammar(functions, form, several, codec)
 
 
 def _call_grammar(
