@@ -20,10 +20,9 @@ PROMPT = "Once upon a time there was a dog"
 
 
 @pytest.mark.skipif(kernels() is None, reason="needs the C library")
-@pytest.mark.parametrize(("drafter", "most"), [("none", 71), ("demo-draft", 150)])
+@pytest.mark.parametrize(("drafter", "most"), [("none", 60), ("demo-draft", 120)])
 def test_a_round_takes_few_calls(drafter: str, most: int) -> None:
-    """From `Engine.stream` down, in files of ours, per round, in steady state. Of those for a plain
-    token, 14 compare the sizes of tensors with what C reads of them."""
+    """From `Engine.stream` down, in files of ours, per round, in steady state."""
     engine = dp.load("demo", drafter=drafter, budget=0 if drafter == "none" else 5)
     stream = engine.stream("Once upon a time", max_new_tokens=120,
                            sampling=dp.Sampling(temperature=0.7, seed=1))

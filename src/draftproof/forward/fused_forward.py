@@ -21,7 +21,7 @@ from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.errors import BadInput
 from draftproof.native.declarations import addresses, array_of
 from draftproof.native.kernels import WIDEST, Chains, Kernels, kernels
-from draftproof.native.structures import AttentionKind, Layer, Model, Native, Norm, Read, work_of
+from draftproof.native.structures import AttentionKind, Layer, Model, Native, Norm, Read
 from draftproof.native.threads import thread_count
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class FusedForward:
             Norm(decoder.epsilon, decoder.residual_scale), decoder.embed_scale
         )
         # scratch numbers per token within a layer
-        self._work = work_of(self._model)
+        self._work: int = self._model.work_of
 
     @staticmethod
     def of(fast: FastForward) -> FusedForward | None:
@@ -184,8 +184,8 @@ class FusedForward:
     ) -> ctypes.Structure:
         fast, layer = self.fast, self.fast.layers[0]
         assert cache.stores is not None
-        shape, wanted = cache.layers[0].stores[0].shape, (
-            rows, layer.key_heads, cache.capacity, fast.head_dim)
+        shape = cache.stores.shape
+        wanted = rows, layer.key_heads, cache.capacity, fast.head_dim
         if shape != wanted or cache.stores.count % len(fast.layers):
             raise BadInput(f"the layers of the cache were {list(shape)}; to read {rows} rows they "
                            f"must be {list(wanted)}")

@@ -3,8 +3,8 @@
 The sources also say what each pointer points to: its type, and in a comment after its name how
 many elements the function reads or writes, such as `const bf16 *logits /* [rows, vocab] */`, or
 `/* [vocab] or null */`. Of `void` they say how many bytes, of a structure how many `rows` it has. A
-size may call functions that `size_helper` registers. Every tensor is compared with that before its
-address goes to C.
+size may call functions that `size_helper` or `derived` register. Every tensor is compared with that
+before its address goes to C.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _DTYPES = {
 }
 """What an element of a tensor is in C; `void` is anything, and a structure is no tensor."""
 _HELPERS: dict[str, Callable[..., int]] = {}
+_DERIVED: set[str] = set()
 _NOTE = re.compile(r"/\*\s*(?:\[([^]]*)\]\s*)?(or null)?\s*\*/")
 
 
@@ -107,12 +108,6 @@ class Checked(NamedTuple):
             self._refuse(where, f"{self.size(values)} {what} were wanted, and {room} were passed")
         return tensor
 
-    def fits(self, structure: ctypes.Structure, values: Sequence[Any]) -> bool:
-        """Whether a structure is of the kind that is pointed to, and has as many rows."""
-        if type(structure).__name__ != self.declaration.pointee:
-            return False
-        return self.size is None or getattr(structure, "rows", 1) >= self.size(values)
-
     def pointer(self, value: Value, values: Sequence[Any], where: str) -> None:
         """Compare what is passed for a pointer and is no tensor.
 
@@ -122,7 +117,8 @@ class Checked(NamedTuple):
         """
         declared, pointee = self.declaration, self.declaration.pointee
         if isinstance(value, ctypes.Structure):
-            fits = self.fits(value, values)
+            fits = type(value).__name__ == pointee
+            fits &= self.size is None or getattr(value, "rows", 1) >= self.size(values)
         elif isinstance(value, ctypes.Array):
             kind = value._type_
             fits = kind.__name__ == pointee or kind is _NUMBERS.get(pointee) or pointee == "void"
@@ -162,9 +158,9 @@ def checked_values(
                  or (value.nbytes if check.any_dtype else value.numel()) >= check.size(values))
         ):  # fmt: skip
             checked[place] = check.tensor(value, values, where)
-        elif check.is_pointer and not isinstance(value, Tensor) and not (
-            check.declaration.nullable if value is None
-            else isinstance(value, ctypes.Structure) and check.fits(value, values)
+        elif check.is_pointer and not isinstance(value, Tensor) and (
+            not check.declaration.nullable if value is None
+            else check.size is not None or type(value).__name__ != check.declaration.pointee
         ):  # fmt: skip
             check.pointer(value, values, where)
     return checked
@@ -187,10 +183,12 @@ class Structure(ctypes.Structure):
 
     checks: ClassVar[tuple[Checked, ...]]
     places: ClassVar[dict[str, int]]
+    zeros: ClassVar[tuple[Value, ...]]
+    derived: ClassVar[dict[str, Callable[[Any], int]]]
 
     def __init__(self, *values: Value) -> None:
-        rest = self.checks[len(values) :] if values else ()
-        values += tuple(None if check.is_pointer else 0 for check in rest)
+        derived = self.derived if values else {}
+        values += self.zeros[len(values) :] if values else ()
         self.held = checked_values(self.checks, values, type(self).__name__)
         fields = list[Any]()
         for check, value in zip(self.checks, self.held, strict=False):
@@ -203,6 +201,8 @@ class Structure(ctypes.Structure):
             else:
                 fields.append(value)
         super().__init__(*fields)
+        for name, count in derived.items():
+            setattr(self, name, count(self))
 
     def pointed(self, name: str) -> Any:
         """The tensor, array or structure that was passed for a pointer; None for null."""
@@ -213,6 +213,19 @@ def size_helper(function: Callable[..., int]) -> Callable[..., int]:
     """Decorate a function that the notes on sizes in the C sources may call by its name."""
     _HELPERS[function.__name__] = function
     return function
+
+
+def derived(kind: type[Structure]) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
+    """Decorate a function that counts something of a structure, once, when it is made.
+
+    It becomes an attribute of its name, and the notes on sizes in C may call it by its name.
+    """
+    def register(count: Callable[[Any], int]) -> Callable[[Any], int]:
+        kind.derived[count.__name__] = count
+        _DERIVED.add(count.__name__)
+        return count
+
+    return register
 
 
 @cache
@@ -257,6 +270,8 @@ def _size(shape: str, names: Sequence[str]) -> Callable[[Sequence[Any]], int] | 
     product = " * ".join(f"({part.strip()})" for part in parts)
     code = re.sub(r"(?<!\.)\b[A-Za-z_]\w*\b(?!\()",
                   lambda word: f"values[{names.index(word[0])}]", product.replace("->", "."))
+    code = re.sub(r"\b(\w+)\((values\[\d+\])\)",
+                  lambda call: f"{call[2]}.{call[1]}" if call[1] in _DERIVED else call[0], code)
     size: Callable[[Sequence[Any]], int] = eval(f"lambda values: {code}", _HELPERS)
     return size
 
@@ -276,6 +291,7 @@ def structure(name: str) -> type[Structure]:
     return type(name, (Structure,), {
         "_fields_": [(field.name, field.type) for field in fields],
         "checks": tuple(map(Checked.of, fields)),
+        "zeros": tuple(None if field.pointee else 0 for field in fields), "derived": {},
         "places": {field.name: place for place, field in enumerate(fields)},
     })
 

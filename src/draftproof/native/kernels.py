@@ -104,10 +104,14 @@ class Chains(NamedTuple):
 
 
 class Stores:
-    """Where tensors [rows, heads, capacity, ...] of one cache lie, in the memory of a CPU."""
+    """Where tensors [rows, heads, capacity, ...] of one cache lie, in the memory of a CPU.
+
+    shape: that of the first one.
+    """
 
     def __init__(self, stores: Sequence[Tensor], kernels: Kernels) -> None:
-        self.rows, _, self.capacity = stores[0].shape[:3]
+        self.shape = stores[0].shape
+        self.rows, _, self.capacity = self.shape[:3]
         self.count, self.kernels = len(stores), kernels
         if any(not store.is_cpu or not store.is_contiguous() or store.dim() < 3
                or (len(store), store.shape[2]) != (self.rows, self.capacity) for store in stores):

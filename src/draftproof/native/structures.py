@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.errors import BadInput
-from draftproof.native.declarations import array_of, size_helper, structure
+from draftproof.native.declarations import array_of, derived, size_helper, structure
 from draftproof.native.pages import enlarge
 
 STRIP, WORDS = 32, 16
@@ -151,43 +151,34 @@ def last(starts: Tensor | None) -> int:
     return 0 if starts is None else int(starts[-1])
 
 
-@size_helper
+@derived(Read)
 def width(read: Any) -> int:
     """Tokens that a read reads, as `start_of` counts them."""
-    if not hasattr(read, "width"):
-        starts = read.pointed("starts")
-        nodes = read.rows * (read.nodes - read.first)
-        read.width = nodes if starts is None else int(starts[read.rows])
-        if read.width < 1:
-            raise BadInput(f"a read of {read.width} tokens was asked for; read at least one")
-    return int(read.width)
+    starts, nodes = read.pointed("starts"), read.rows * (read.nodes - read.first)
+    width = nodes if starts is None else int(starts[read.rows])
+    if width < 1:
+        raise BadInput(f"a read of {width} tokens was asked for; read at least one")
+    return int(width)
 
 
-@size_helper
+@derived(Model)
 def hidden(model: Any) -> int:
     """Numbers of a hidden state."""
-    if not hasattr(model, "hidden"):
-        model.hidden = int(model.pointed("layers")[0].inner.size)
-    return int(model.hidden)
+    return int(model.pointed("layers")[0].inner.size)
 
 
-@size_helper
+@derived(Model)
 def vocab_of(model: Any) -> int:
     """Outputs of the head."""
-    if not hasattr(model, "vocab"):
-        model.vocab = int(model.pointed("head").outputs)
-    return int(model.vocab)
+    return int(model.pointed("head").outputs)
 
 
-@size_helper
+@derived(Model)
 def work_of(model: Any) -> int:
     """Numbers that a token needs on its way through the layers of a model."""
-    if not hasattr(model, "work"):
-        layers = model.pointed("layers")
-        widest = max(layer.inner.outputs + layer.output.size + 3 * layer.down.size
-                     for layer in layers)
-        model.work = 2 * hidden(model) + widest
-    return int(model.work)
+    widest = max(layer.inner.outputs + layer.output.size + 3 * layer.down.size
+                 for layer in model.pointed("layers"))
+    return int(2 * model.hidden + widest)
 
 
 @size_helper
