@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftproof.gguf.blocks import BLOCK_SIZES, BlockTensor
+from draftproof.gguf.blocks import BlockTensor
+from draftproof.gguf.types import BLOCK_SIZES
 
 HALVES = {
     "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q2_K": [80, 82],

@@ -20,19 +20,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from draftproof.gguf.blocks import BLOCK_SIZES
+from draftproof.gguf.types import BLOCK_SIZES
 from draftproof.native.build import able, opened
+from draftproof.native.formats import FORMATS, STRIP
 from draftproof.native.kernels import Kernels
 from draftproof.native.pages import enlarge
-from draftproof.native.structures import (
-    FORMATS,
-    STRIP,
-    Native,
-    block_linear,
-    interleaved,
-    linear,
-    pad_to_strip,
-)
+from draftproof.native.structures import Native, block_linear, interleaved, linear, pad_to_strip
 
 SPAN = 400_000_000
 

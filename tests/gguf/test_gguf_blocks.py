@@ -7,14 +7,8 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
-from draftproof.gguf.blocks import (
-    BLOCK_SIZES,
-    PLAIN,
-    TYPE_NAMES,
-    BlockTensor,
-    block_tensor,
-    dequantize,
-)
+from draftproof.gguf.blocks import PLAIN, BlockTensor, block_tensor, dequantize
+from draftproof.gguf.types import BLOCK_SIZES, TYPE_NAMES
 
 
 def stored(type: str, rows: int, width: int) -> BlockTensor:

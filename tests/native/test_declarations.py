@@ -12,18 +12,12 @@ from torch import Tensor
 
 from draftproof.core.tree import ABSENT
 from draftproof.errors import BadInput
-from draftproof.gguf.blocks import BLOCK_SIZES
+from draftproof.gguf.types import BLOCK_SIZES
 from draftproof.native.build import SOURCES
 from draftproof.native.declarations import array_of, functions, structure
+from draftproof.native.formats import FORMATS, STRIP
 from draftproof.native.kernels import Stores, kernels
-from draftproof.native.structures import (
-    FORMATS,
-    QUANTIZED,
-    STRIP,
-    block_linear,
-    block_table,
-    linear,
-)
+from draftproof.native.structures import QUANTIZED, block_linear, block_table, linear
 
 library = kernels()
 pytestmark = pytest.mark.skipif(library is None, reason="no library here")

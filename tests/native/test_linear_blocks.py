@@ -7,11 +7,12 @@ import pytest
 import torch
 from blocks import in_codes, random_blocks
 
-from draftproof.gguf.blocks import BLOCK_SIZES, dequantize
+from draftproof.gguf.blocks import dequantize
+from draftproof.gguf.types import BLOCK_SIZES
 from draftproof.native.build import BUILDS, able, opened
+from draftproof.native.formats import FORMATS
 from draftproof.native.kernels import Kernels
 from draftproof.native.structures import (
-    FORMATS,
     block_linear,
     interleaved,
     joint_linear,

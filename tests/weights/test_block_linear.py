@@ -7,9 +7,10 @@ import torch
 from blocks import in_codes, random_blocks
 
 from draftproof.errors import BadInput
-from draftproof.gguf.blocks import BLOCK_SIZES, BlockTensor, dequantize
+from draftproof.gguf.blocks import BlockTensor, dequantize
+from draftproof.gguf.types import BLOCK_SIZES
+from draftproof.native.formats import FORMATS
 from draftproof.native.kernels import kernels
-from draftproof.native.structures import FORMATS
 from draftproof.weights import block_linear
 from draftproof.weights.block_linear import BlockLinear, BlockTable
 

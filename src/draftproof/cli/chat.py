@@ -12,7 +12,7 @@ import typer
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.setup import alone_engine, check_sampling, config_of
+from draftproof.cli.setup import alone_engine, config_of, start
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -37,16 +37,15 @@ def chat(
 ) -> None:  # fmt: skip
     """Talk to a model; Ctrl-C stops an answer, and the conversation goes on."""
     config = config_of(model, engine, bf16)
-    with show.loading("starting PyTorch"):
-        check_sampling(sampling)
+    start(config, sampling)
     loaded = alone_engine(config, "chat", 512 << 20)
     length = min(max_model_len, loaded.target.context)
     wanted = _to_the_end(replace(loaded.sampling, **sampling), length)
-    start = [{"role": "system", "content": system}] if system else []
-    _must_chat(loaded, [*start, {"role": "user", "content": "Hello"}], wanted)
+    opening = [{"role": "system", "content": system}] if system else []
+    _must_chat(loaded, [*opening, {"role": "user", "content": "Hello"}], wanted)
     _edit_lines()
     show.note(f"{loaded.target.name}, drafts by {loaded.drafter.name}. {HELP}")
-    turns, last = start, None
+    turns, last = opening, None
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -59,7 +58,7 @@ def chat(
         if command in ("/exit", "/quit", "exit", "quit"):
             return
         if command == "/reset":
-            turns = start
+            turns = opening
             show.note("the conversation is forgotten")
         elif command == "/stats":
             show.note(show.summary([last]) if last else "there was no answer yet")

@@ -14,13 +14,13 @@ from draftproof.cli import options as opt
 from draftproof.cli import show
 from draftproof.cli.batch import Batch
 from draftproof.cli.setup import (
-    check_sampling,
     config_of,
     described,
     engine_of,
     lost,
     main_process_only,
     must_have_folders,
+    start,
 )
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
@@ -73,8 +73,7 @@ def run(
     if source == "" and not is_batch:
         raise BadInput("the prompt is empty; give at least one character")
     prompt_text = _prompt(source, may_be_stdin=False)
-    with show.loading("starting PyTorch"):
-        check_sampling(sampling)
+    start(config, sampling, loads=ray is None)
     with main_process_only(config) as group:
         if is_batch:
             assert prompts is not None and out is not None

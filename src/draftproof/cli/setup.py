@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -34,19 +35,57 @@ def engine_of(config: EngineConfig) -> Engine:
     gc.disable()                # imports and vocabularies make a million objects without garbage
     try:
         with show.loading("starting PyTorch"):
+            _pack_ahead(config)
             from draftproof.engine.load import build
 
             return build(config)
     finally:
+        _stop_packing()
         gc.freeze()             # searching all of it for garbage takes a quarter of a second
         gc.enable()
 
 
-def check_sampling(options: dict[str, Any]) -> None:
-    """Raise BadInput, before a model is loaded, for a value that no model could honour."""
-    from draftproof.core.params import Sampling
+def start(config: EngineConfig, sampling: dict[str, Any], *, loads: bool = True) -> None:
+    """Import PyTorch, and check the sampling options before a model is loaded.
 
-    Sampling(**options)
+    Args:
+        config: The options of the engine.
+        sampling: The sampling options.
+        loads: Whether this process will load the model.
+
+    Raises:
+        BadInput: No model could honour one of the options.
+        ModelNotFound: The model is a damaged GGUF file.
+    """
+    with show.loading("starting PyTorch"):
+        if loads:
+            _pack_ahead(config)
+        from draftproof.core.params import Sampling
+
+        try:
+            Sampling(**sampling)
+        except BadInput:
+            _stop_packing()
+            raise
+
+
+def _pack_ahead(config: EngineConfig) -> None:
+    """Begin to pack a GGUF file that runs in its own format, unless PyTorch is there already."""
+    model = config.model
+    unpacked = config.dtype or config.quantize or config.parallel or config.compile or config.graphs
+    if "torch" in sys.modules or unpacked or config.device not in (None, "cpu"):
+        return
+    if isinstance(model, (str, Path)) and str(model).lower().endswith(".gguf"):
+        from draftproof.weights import pack_ahead
+
+        pack_ahead.start(model)
+
+
+def _stop_packing() -> None:
+    if "draftproof.weights.pack_ahead" in sys.modules:
+        from draftproof.weights import pack_ahead
+
+        pack_ahead.stop()
 
 
 def alone_engine(config: EngineConfig, command: str, cache: int) -> Engine:

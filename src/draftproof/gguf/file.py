@@ -7,42 +7,19 @@ tensor reaches outside the mapping.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from draftproof.errors import DraftproofError, ModelNotFound, UnsupportedModel, first_line
-from draftproof.gguf.blocks import BLOCK_SIZES, TYPE_NAMES, BlockTensor, block_tensor, row_bytes
-from draftproof.gguf.metadata import Cursor, Metadata, read_metadata
+from draftproof.errors import ModelNotFound
+from draftproof.gguf.blocks import BlockTensor, block_tensor
+from draftproof.gguf.header import read_header
+from draftproof.gguf.metadata import Metadata
 
-MAX_DIMENSIONS = 4
-MAX_TENSORS = 1 << 20
 _PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(\.gguf)", re.IGNORECASE)
-
-
-class Entry(NamedTuple):
-    """A line of the table of tensors.
-
-    Attributes:
-        name: Its name, unique in all parts.
-        type: A key of `BLOCK_SIZES`.
-        shape: Its shape in torch's order.
-        offset: Its offset in bytes from the beginning of the tensors' data.
-        nbytes: Its length in bytes.
-    """
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 class GGUFFile:
@@ -139,89 +116,13 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _read(path: Path) -> tuple[Metadata, dict[str, BlockTensor]]:
-    data = _mapped(path)
-    cursor = Cursor(data.numpy().data, path)
-    if len(data) < 8 or bytes(cursor.take(4, "its first bytes")) != b"GGUF":
-        raise ModelNotFound(f"{path} is not a GGUF file, whose first bytes are 'GGUF'")
-    version = cursor.integer(4, "its header")
-    if version not in (2, 3):
-        order = "of big-endian byte order" if not version & 0xFFFF else f"of version {version}"
-        raise UnsupportedModel(f"{path} is a GGUF file {order}; versions 2 and 3 are read here")
-    tensors, keys = (cursor.integer(8, "its header") for _ in range(2))
-    metadata = read_metadata(cursor, keys)
-    entries = list(_entries(cursor, tensors))
-    alignment = metadata.integer("general.alignment", 32)
-    if not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise cursor.damaged(f"its alignment is {alignment}")
-    start = -(-cursor.offset // alignment) * alignment
-    _check(cursor, entries, start, alignment)
-    views = {}
-    for entry in entries:
-        place = start + entry.offset
-        stored = data[place : place + entry.nbytes]
+    """The metadata, and the tensors as views of the mapped file."""
+    header = read_header(path)
+    data, views = torch.frombuffer(header.data, dtype=torch.uint8), dict[str, BlockTensor]()
+    for entry in header.entries:
+        stored = data[entry.offset : entry.offset + entry.nbytes]
         views[entry.name] = block_tensor(entry.type, entry.shape, stored)
-    return metadata, views
-
-
-def _mapped(path: Path) -> Tensor:
-    """uint8 [bytes], the mapped file; writes stay in memory."""
-    try:
-        size = path.stat().st_size if path.is_file() else 0
-        if not path.is_file() or not size:
-            raise ModelNotFound(f"{path} is {'empty' if path.is_file() else 'not a file'}")
-        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    except DraftproofError:
-        raise
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ModelNotFound(f"{path} cannot be read: {first_line(error)}") from error
-
-
-def _entries(cursor: Cursor, count: int) -> Iterator[Entry]:
-    """Read the table of tensors."""
-    if count > MAX_TENSORS:
-        raise cursor.damaged(f"its header promises {count} tensors")
-    names = set[str]()
-    for number in range(count):
-        name = cursor.string(f"the name of tensor {number}", 256)
-        if name in names:
-            raise cursor.damaged(f"the tensor {name!r} occurs twice")
-        names.add(name)
-        what = f"the description of tensor {name!r}"
-        dimensions = cursor.integer(4, what)
-        if dimensions > MAX_DIMENSIONS:
-            raise cursor.damaged(f"the tensor {name!r} has {dimensions} dimensions")
-        sizes = [cursor.integer(8, what) for _ in range(dimensions)]
-        kind, offset = cursor.integer(4, what), cursor.integer(8, what)
-        yield _entry(cursor, name, sizes, kind, offset)
-
-
-def _entry(cursor: Cursor, name: str, sizes: list[int], kind: int, offset: int) -> Entry:
-    if kind not in TYPE_NAMES:
-        raise UnsupportedModel(
-            f"{cursor.path}: the tensor {name!r} has the block type {kind}, which is not known here"
-        )
-    type, width = TYPE_NAMES[kind], sizes[0] if sizes else 1
-    block = BLOCK_SIZES[type].weights
-    if math.prod(sizes) < 1 or width % block:
-        raise cursor.damaged(f"the tensor {name!r} of type {type} has the sizes {sizes}")
-    nbytes = row_bytes(type, width) * math.prod(sizes[1:])
-    return Entry(name, type, tuple(reversed(sizes)), offset, nbytes)
-
-
-def _check(cursor: Cursor, entries: list[Entry], start: int, alignment: int) -> None:
-    """Refuse tensors that lie outside the file, are unaligned, or overlap."""
-    length, end = len(cursor.data), 0
-    for entry in sorted(entries, key=lambda entry: entry.offset):
-        if entry.offset % alignment:
-            raise cursor.damaged(f"the tensor {entry.name!r} does not begin at {alignment} bytes")
-        if entry.offset < end:
-            raise cursor.damaged(f"the tensor {entry.name!r} overlaps another")
-        end = entry.offset + entry.nbytes
-    if entries and start + end > length:
-        raise ModelNotFound(
-            f"{cursor.path} is cut off: it has {length} bytes of the {start + end} that its table "
-            "of tensors needs; fetch it again"
-        )
+    return header.metadata, views
 
 
 def _parts(path: Path, metadata: Metadata) -> list[Path]:

@@ -16,9 +16,9 @@ from draftproof.gguf.config import Model, model_of
 from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.weights import blocks_of, numbers_of
 from draftproof.model.native_model import NativeModel
+from draftproof.native.formats import FORMATS
 from draftproof.native.kernels import kernels
 from draftproof.native.pages import release
-from draftproof.native.structures import FORMATS
 from draftproof.weights.block_linear import BlockLinear, BlockTable
 from draftproof.weights.pack import pack
 from draftproof.weights.packed_linear import JointLinear

@@ -34,7 +34,8 @@ class Kernels:
     """Calls the functions of the library by their names in C, less `draftproof_`, with what they
     take there, and with the number of threads.
 
-    This is the only place where Python calls our C code. Every tensor is compared with what the
+    This is the only place where Python calls our C code, except `weights/pack_ahead.py`, which runs
+    before torch is imported and passes matrices of a checked file. Every tensor is compared with what the
     source declares (see `declarations`), so that a mistake in Python raises and never reaches
     memory that is not the tensor's.
     """

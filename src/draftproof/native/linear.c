@@ -316,6 +316,9 @@ static void pack_record(int64_t format, const uint8_t *const *blocks, uint8_t *r
         memcpy(rest + o * form->rest, blocks[o] + form->last, (size_t)form->rest);
 }
 
+/* Bytes of rows after which their pages are dropped. */
+enum { DROPPED = 1 << 25 };
+
 typedef struct {
     const uint8_t *rows;
     uint8_t *records;
@@ -345,6 +348,24 @@ void draftproof_pack(int64_t format,
         int64_t threads) {
     Packing of = {rows, out, format, outputs, blocks};
     share_out(pack_strips, &of, (outputs + STRIP - 1) / STRIP, 1, threads);
+}
+
+/* Packs matrices on the calling thread, one after another, as long as any is left; several threads
+ * may take part. `taken` counts the matrices that a thread has begun. The pages of their rows, which
+ * lie in a mapped file, are dropped. */
+void draftproof_pack_matrices(const Packing *matrices, int64_t count,
+        int64_t *taken /* [1] */) {
+    for (int64_t m; (m = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED)) < count;) {
+        const Packing *of = matrices + m;
+        int64_t strips = (of->outputs + STRIP - 1) / STRIP;
+        int64_t bytes = of->blocks * formats[of->format].bytes, step = 1 + DROPPED / (STRIP * bytes);
+        for (int64_t s = 0; s < strips; s += step) {
+            int64_t end = s + step < strips ? s + step : strips;
+            int64_t rows = (end < strips ? end * STRIP : of->outputs) - s * STRIP;
+            pack_strips(of, s, end);
+            drop_pages(of->rows + s * STRIP * bytes, rows * bytes);
+        }
+    }
 }
 
 /* The weights of an output of a layer with blocks, from input SPAN * span on: [SPAN], or fewer at

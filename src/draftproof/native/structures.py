@@ -12,11 +12,11 @@ from torch import Tensor
 
 from draftproof.errors import BadInput
 from draftproof.native.declarations import array_of, derived, size_helper, structure
+from draftproof.native.formats import BLOCKS, FORMATS, STRIP
 from draftproof.native.pages import enlarge
 
-STRIP, WORDS = 32, 16
-"""Outputs of a linear layer made at a time, and what its inputs, in words of 32 bits, are rounded
-up to."""
+WORDS = 16
+"""What the inputs of a linear layer, in words of 32 bits, are rounded up to."""
 LANES = 16
 """Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there
 is a multiple of it."""
@@ -26,14 +26,6 @@ Read, AttentionKind, Norm, Layer, Model, Embeddings = map(
 )
 Native = ctypes.Structure
 """The type of a linear layer as the kernels read it."""
-_BLOCKS = {
-    "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
-    "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176),
-    "Q6_K": (256, 210), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
-}  # fmt: skip
-"""Inputs and bytes of a block of each format."""
-FORMATS = tuple(_BLOCKS)
-"""Block formats of GGUF files that the kernels multiply, in the order of linear_blocks.h."""
 QUANTIZED = ("Q8_0", "Q5_0", "Q4_K", "Q6_K")
 """Formats that quantize.c makes, in its order."""
 
@@ -75,7 +67,7 @@ def block_linear(
     Raises:
         BadInput: A tensor has another dtype, or there are fewer blocks than inputs and outputs.
     """
-    padded = records.shape[1] * _BLOCKS[format][0]
+    padded = records.shape[1] * BLOCKS[format][0]
     if records.dtype != torch.uint8 or padded < size:
         raise BadInput(
             f"blocks of a linear layer were {list(records.shape)} in {records.dtype}; uint8 blocks "
@@ -119,7 +111,7 @@ def weight_bytes(scale: object, outputs: int, padded: int, format: int) -> int:
     rows = -(-outputs // STRIP) * STRIP
     if format == 0:
         return rows * padded * (1 if scale is not None else 2)
-    inputs, size = _BLOCKS[FORMATS[format - 1]]
+    inputs, size = BLOCKS[FORMATS[format - 1]]
     return rows * (padded // inputs) * size
 
 
@@ -128,20 +120,20 @@ def table_bytes(vocab: int, size: int, format: int) -> int:
     """Bytes of `Embeddings`."""
     if format == 0:
         return vocab * size * 2
-    inputs, bytes_ = _BLOCKS[FORMATS[format - 1]]
+    inputs, bytes_ = BLOCKS[FORMATS[format - 1]]
     return vocab * (size // inputs * bytes_)
 
 
 @size_helper
 def block_bytes(format: int) -> int:
     """Bytes of a block; formats are counted from 1."""
-    return _BLOCKS[FORMATS[format - 1]][1]
+    return BLOCKS[FORMATS[format - 1]][1]
 
 
 @size_helper
 def quantized_bytes(format: int, size: int) -> int:
     """Bytes that quantize.c makes of a row."""
-    inputs, bytes_ = _BLOCKS[QUANTIZED[format]]
+    inputs, bytes_ = BLOCKS[QUANTIZED[format]]
     return size // inputs * bytes_
 
 

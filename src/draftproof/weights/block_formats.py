@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftproof.gguf.blocks import BLOCK_SIZES, BlockTensor
+from draftproof.gguf.blocks import BlockTensor
+from draftproof.gguf.types import BLOCK_SIZES
 from draftproof.native.kernels import kernels
 from draftproof.native.structures import QUANTIZED
 from draftproof.weights.block_linear import BlockLinear

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import BadInput
-from draftproof.gguf.blocks import BLOCK_SIZES, BlockTensor, dequantize
+from draftproof.gguf.blocks import BlockTensor, dequantize
+from draftproof.gguf.types import BLOCK_SIZES
+from draftproof.native.formats import FORMATS, STRIP
 from draftproof.native.kernels import Kernels, kernels
 from draftproof.native.pages import enlarge
 from draftproof.native.structures import (
-    FORMATS,
-    STRIP,
     Native,
     block_linear,
     block_table,
@@ -33,6 +33,7 @@ from draftproof.native.structures import (
     strip_rows,
     unpack,
 )
+from draftproof.weights import pack_ahead
 from draftproof.weights.packed_linear import bytes_of
 from draftproof.weights.quantized_linear import QuantizedLinear
 
@@ -241,6 +242,9 @@ def pack_blocks(
     size, outputs = BLOCK_SIZES[tensor.type], len(tensor.data)
     blocks = tensor.data.shape[1] // size.nbytes
     strips = -(-outputs // STRIP)
+    ready = pack_ahead.take(tensor.data.data_ptr(), tensor.type, outputs, blocks)
+    if ready is not None:
+        return enlarge(torch.frombuffer(ready, dtype=torch.uint8).view(strips, blocks, -1))
     records = enlarge(torch.empty(strips, blocks, STRIP * size.nbytes, dtype=torch.uint8))
     step = max(1, PACKED // max(1, STRIP * tensor.data.shape[1]))
     for first in range(0, strips, step):
