@@ -35,9 +35,9 @@ class Kernels:
     take there, and with the number of threads.
 
     This is the only place where Python calls our C code, except `weights/pack_ahead.py`, which runs
-    before torch is imported and passes matrices of a checked file. Every tensor is compared with what the
-    source declares (see `declarations`), so that a mistake in Python raises and never reaches
-    memory that is not the tensor's.
+    before torch is imported and passes matrices of a checked file. Every tensor is compared with
+    what the source declares (see `declarations`), so that a mistake in Python raises and never
+    reaches memory that is not the tensor's.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
