@@ -93,6 +93,19 @@ def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
     assert len({noise.data_ptr() for noise in made}) == len(rounds) - 1
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_noise_is_made_again_before_a_draft_reaches_its_end(rows: int) -> None:
+    """Rows move one token at a time, so drafts end at every place of the noise that is kept."""
+    wants, ahead = [Sampling(temperature=1.0, seed=row) for row in range(rows)], 3
+    kept, fresh = (sampler_of(*wants, ops=ops) for ops in (CPU, TORCH))
+    text = torch.zeros(rows, 200, dtype=torch.int64)
+    logits = torch.zeros(rows, 1 + ahead, 64, dtype=torch.bfloat16)
+    for moved in range(130):
+        prefix = Prefix(text, moved + torch.arange(rows), ahead)
+        paths = Paths(prefix, TokenTree.chain(text[:, : 1 + ahead]))
+        assert torch.equal(kept.sample(logits, paths), fresh.sample(logits, paths))
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"temperature": -1}, {"temperature": float("nan")}, {"temperature": "hot"},
