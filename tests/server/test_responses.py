@@ -62,6 +62,20 @@ def test_a_stream_adds_up_to_the_response(responses: Any) -> None:
     assert final.status == "completed" and text.startswith(final.output_text)
 
 
+def test_a_stream_has_the_log_probabilities_of_every_token(server: Any, responses: Any) -> None:
+    """Also of tokens whose text comes later, since it may begin a stop string, and of the last."""
+    begun = alone(server, PROMPTS[0], 20)[4:16]
+    asked = ask(include=["message.output_text.logprobs"], extra_body={
+        "stop": [f"{begun}zzz"], "draftproof": {"drafter": "none"}})
+    (whole,), *_ = (item.content for item in responses.create(**asked).output)
+    events = list(responses.create(**asked, stream=True))
+    assert [token.token for token in whole.logprobs] and whole.text.count(begun)
+    streamed = [(score.token, score.logprob) for event in events
+                if event.type == "response.output_text.delta" for score in event.logprobs]
+    assert streamed == [(score.token, score.logprob) for score in whole.logprobs]
+    assert events[-1].response.output[0].content[0].logprobs == whole.logprobs
+
+
 def test_a_response_is_gone_on_from_by_who_asked_for_it(server: Any, responses: Any) -> None:
     first = responses.create(**ask())
     after = responses.create(**ask(" Then", previous_response_id=first.id))

@@ -31,6 +31,7 @@ class ResponsesAnswer(BaseAnswer):
         self.items, self._sequence = list[dict[str, Any]](), 0
         self._open = False                              # whether the last item still grows
         self._finish: str | None = None
+        self._scores = list[dict[str, object]]()        # of tokens whose text has not been sent
 
     async def complete(self, request: fastapi.Request) -> dict[str, object]:
         async for piece in self.pieces(request):
@@ -60,13 +61,14 @@ class ResponsesAnswer(BaseAnswer):
 
     def _grow(self, piece: Piece) -> Iterator[str]:
         self._finish = piece.finish_reason
+        if self.body.wants_logprobs:
+            self._scores += logprobs_of(self.codec, piece.update)
         if piece.reasoning:
             yield from self._begin("reasoning")
             yield from self._add("reasoning_text", piece.reasoning)
         if piece.text:
             yield from self._begin("message")
-            scores = logprobs_of(self.codec, piece.update) if self.body.wants_logprobs else []
-            yield from self._add("output_text", piece.text, scores)
+            yield from self._add("output_text", piece.text)
         for call in piece.calls:
             yield from self._close()
             yield from self._call(call)
@@ -88,16 +90,17 @@ class ResponsesAnswer(BaseAnswer):
         item["content"] = [part]
         yield self._part("response.content_part.added", part=dict(part))
 
-    def _add(
-        self, kind: str, text: str, scores: list[dict[str, object]] | None = None
-    ) -> Iterator[str]:
+    def _add(self, kind: str, text: str) -> Iterator[str]:
         part = self.items[-1]["content"][0]
         part["text"] += text
-        more = {}
-        if kind == "output_text":
-            part["logprobs"] += scores or []
-            more = {"logprobs": scores or []}
+        more = {"logprobs": self._scored(part)} if kind == "output_text" else {}
         yield self._part(f"response.{kind}.delta", delta=text, **more)
+
+    def _scored(self, part: dict[str, Any]) -> list[dict[str, object]]:
+        """Add the log-probabilities that have not been sent to a part; return them."""
+        scores, self._scores = self._scores, []
+        part["logprobs"] += scores
+        return scores
 
     def _close(self) -> Iterator[str]:
         """Complete the current item."""
@@ -106,7 +109,10 @@ class ResponsesAnswer(BaseAnswer):
         item, self._open = self.items[-1], False
         part = item["content"][0]
         item["status"] = "incomplete" if self._finish == "length" else "completed"
-        more = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
+        more = {}
+        if part["type"] == "output_text":
+            self._scored(part)                          # of tokens without text, such as the end
+            more = {"logprobs": part["logprobs"]}
         yield self._part(f"response.{part['type']}.done", text=part["text"], **more)
         yield self._part("response.content_part.done", part=part)
         yield self._item("response.output_item.done", item)
