@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import drafting
@@ -104,3 +105,15 @@ def test_a_draft_goes_on_where_it_begins_with_what_is_forced() -> None:
     assert chains.tokens.tolist() == [[6, 1, 2, 3], [6, 1, ABSENT, ABSENT]]
 
 
+def test_forced_tokens_are_certain_where_drafts_are_drawn() -> None:
+    """Each of them, and no other; a token said to be drawn from other odds biases the text."""
+    frontier = replace(drafting.frontier_of([[5, 6]] * 3, 6), needs_draft_probs=True)
+    chain = TokenTree.chain(torch.tensor([[6, 1, 2, 3], [6, 4, 4, 4], [6, 4, 4, ABSENT]]),
+                            torch.full((3, 4, VOCAB), 1 / VOCAB))
+    made = with_forced(chain, [[1, 2], [1], [8, 8, 9, 9]], frontier, 8)
+    assert made.draft_probs is not None
+    certain = torch.nn.functional.one_hot(made.tokens.clamp(min=0), VOCAB).float()
+    is_forced = torch.tensor([[0, 1, 1, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 1, 1]]).bool()
+    for row, place in is_forced.nonzero().tolist():
+        assert torch.equal(made.draft_probs[row, place], certain[row, place])
+    assert (made.draft_probs[0, 3] == 1 / VOCAB).all(), "what the drafter drew itself"

@@ -76,6 +76,21 @@ def test_others_go_on_between_the_chunks(options: dict[str, str]) -> None:
     assert engine.prefixes.hits == engine.target.ragged_batches
 
 
+def test_what_is_remembered_of_a_prompt_outlasts_the_row_it_was_read_in() -> None:
+    """Another prompt is read into the same row before the first text ends; then the first again."""
+    engine = dp.load("demo", drafter="none")
+    engine.prefixes = PrefixCache(32 << 20)
+    together = Load(engine)
+    for item in ((LONG, 80, 1), (PROMPTS[1] + LONG, 8, 1), (LONG, 8, 1)):
+        together.submit(*item)
+        while not together.updates[-1]:
+            together.scheduler.step()
+    assert together.updates[0][-1].completion is None, "the first text still runs"
+    first, _, last = together.finish()
+    assert engine.prefixes.hits == engine.target.ragged_batches
+    assert (last[0][1], last[0][2]) == (first[0][1][:8], (first[0][2] or [])[:8])
+
+
 def test_whoever_leaves_before_the_last_chunk_frees_the_rows(server: Any) -> None:
     load = Load(server.engine)
     left, stays = load.submit(*ASKED[1]), load.submit(*ASKED[2])
