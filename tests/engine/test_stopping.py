@@ -139,6 +139,17 @@ def test_a_special_token_that_ends_nothing_is_not_shown() -> None:
     assert (state.text, state.finish_reason) == (" dog dog", "length")
 
 
+@pytest.mark.parametrize("stop", ["g zzz", " dog zzz", "\ufffdzzz", "zzz", None])
+def test_what_was_held_comes_before_half_a_character_at_the_end(stop: str | None) -> None:
+    codec = Codec(load_tokenizer(embedded("demo")))
+    tokens = [part for word in (" dog", "🐕") for part in codec.encode(word, special=False)][:-1]
+    asked = SamplingParams(Sampling(stop=[stop] if stop else []), 1)
+    state = SequenceState([1], asked, len(tokens), codec.stream([1]))
+    state.extend(tokens, None, ())
+    assert (state.text.rstrip("\ufffd"), state.finish_reason) == (" dog", "length")
+    assert state.text != " dog" and "".join(piece for piece, _ in state.pieces()) == state.text
+
+
 def test_end_tokens_the_model_does_not_know_are_harmless() -> None:
     plain, odd = (Sampling(temperature=1.0, **more)
                   for more in ({}, {"stop_tokens": [-1, VOCAB + 5], "min_new_tokens": 3}))
