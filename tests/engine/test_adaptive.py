@@ -238,3 +238,10 @@ def test_trees_are_known_by_their_nodes() -> None:
         chosen.append(budget.choose(State(8, 100, 100.0)))
         budget.record(Round(chosen[-1], 8, [], 8, 0.03 * (1 + 0.05 * chosen[-1])))
     assert chosen == [0, 0, 5]
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 16, 64])
+def test_within_a_limit_it_drafts_the_largest_size_that_it_knows(most: int) -> None:
+    budget = Adaptive(most)
+    for limit in range(most + 9):
+        assert budget.at_most(limit) == max(size for size in presets(most) if size <= limit)
