@@ -136,11 +136,16 @@ def test_an_adapter_writes_what_peft_writes(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, lora_alpha=200, target_modules=["q_proj", "down_proj"],
                              init_lora_weights=False)
     adapted = peft.get_peft_model(base, config).eval()
-    adapted.save_pretrained(tmp_path)
-    merged = MergedAdapter(embedded("demo-draft"), tmp_path)
-    folder = merged.folder()
-    assert folder == merged.folder() and merged.size > 0
-    engine = dp.load(folder, tokenizer=embedded("demo-draft"), dtype="float32")
+    adapted.save_pretrained(tmp_path / "one")
+    merged = MergedAdapter(embedded("demo-draft"), tmp_path / "one")
+    assert merged.folder() == merged.folder() and merged.size > 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "adapter_config.json").write_text("{}")
+    lora = [f"{name}={tmp_path / name}" for name in ("one", "other")]       # each its own
+    sources = sources_of(
+        str(embedded("demo-draft")), "base", [], lora, {"dtype": "float32"}, False, 0)
+    assert sources["one"].parent == "base" and sources["base"].parent is None
+    engine = sources["one"].load()
     tokens = engine.codec.encode(PROMPTS[0]) if engine.codec else []
     reference = adapted.merge_and_unload()
     wanted = reference.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False)
@@ -148,4 +153,4 @@ def test_an_adapter_writes_what_peft_writes(tmp_path: Path) -> None:
     plain = dp.load("demo-draft", dtype="float32").generate_ids([tokens], max_new_tokens=20)[0]
     assert plain != wanted[0, len(tokens):].tolist(), "the adapter changes the text"
     with pytest.raises(BadInput, match="GGUF"):
-        MergedAdapter("x.gguf", tmp_path)
+        MergedAdapter("x.gguf", tmp_path / "one")

@@ -11,6 +11,9 @@ import pytest
 from asking import PROMPTS
 
 from draftproof.requests.foreign_options import HARMLESS
+from draftproof.server.messages_request import MessagesBody
+from draftproof.server.responses_request import ResponsesBody
+from draftproof.server.schema import DraftproofOptions
 
 BODY = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
 SCHEMA = {"type": "object", "additionalProperties": False, "required": ["a"],
@@ -30,6 +33,23 @@ def test_a_field_that_nobody_reads_is_refused_by_name(http: httpx.Client, name: 
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert name in message and "\n" not in message
+
+
+@pytest.mark.parametrize("api", ["messages", "responses"])
+def test_what_other_apis_ask_for_reaches_the_chat(api: str) -> None:
+    """The salt above all: without it texts of others may be drafted from."""
+    asked = {"model": "m", "stream": True, "temperature": 0.5, "top_p": 0.6, "top_k": 7, "seed": 8,
+             "priority": 9, "cache_salt": "s", "draftproof": {"drafter": "none", "trees": True}}
+    if api == "messages":
+        chat = MessagesBody.model_validate({
+            **asked, "messages": [{"role": "user", "content": "a"}], "max_tokens": 10,
+            "stop_sequences": ["x"]}).chat(False, None)
+    else:
+        chat = ResponsesBody.model_validate({
+            **asked, "input": "a", "max_output_tokens": 10, "stop": ["x"]}).chat([])
+    asked |= {"max_tokens": 10, "stop": ["x"],
+              "draftproof": DraftproofOptions(drafter="none", trees=True)}
+    assert {name: getattr(chat, name) for name in asked} == asked
 
 
 def test_fields_that_change_no_answer_pass(http: httpx.Client) -> None:
