@@ -106,7 +106,7 @@ def test_a_draft_goes_on_where_it_begins_with_what_is_forced() -> None:
 
 
 def test_forced_tokens_are_certain_where_drafts_are_drawn() -> None:
-    """Each of them, and no other; a token said to be drawn from other odds biases the text."""
+    """Each of them, and no other; a token with probabilities of another draw biases the text."""
     frontier = replace(drafting.frontier_of([[5, 6]] * 3, 6), needs_draft_probs=True)
     chain = TokenTree.chain(torch.tensor([[6, 1, 2, 3], [6, 4, 4, 4], [6, 4, 4, ABSENT]]),
                             torch.full((3, 4, VOCAB), 1 / VOCAB))

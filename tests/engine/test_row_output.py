@@ -22,5 +22,5 @@ def test_log_probabilities_are_as_exact_as_the_logits(
     close = {"rtol": 0, "atol": 1e-5 if exact == torch.float32 else 1e-12, "check_dtype": False}
     torch.testing.assert_close(chosen, wanted.gather(-1, tokens[..., None])[..., 0], **close)
     torch.testing.assert_close(scores, wanted.topk(3).values.flatten(1), **close)
-    found = wanted.gather(-1, likely.view(2, 2, 3)).flatten(1)
-    torch.testing.assert_close(found, scores, **close)
+    theirs = wanted.gather(-1, likely.view(2, 2, 3)).flatten(1)
+    torch.testing.assert_close(theirs, scores, **close)

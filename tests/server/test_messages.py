@@ -62,6 +62,9 @@ def test_a_stream_adds_up_to_the_message(messages: Any) -> None:
         final = stream.get_final_message()
     assert text == whole.content[0].text == final.content[0].text
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 20)
+    with messages.stream(**ask(stop_sequences=["zebra", "girl"], max_tokens=40)) as stream:
+        final = stream.get_final_message()
+    assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", "girl")
 
 
 def test_a_tool_is_called_and_its_result_is_read(messages: Any) -> None:
