@@ -12,9 +12,11 @@ import pytest
 from asking import KEY, OTHER_KEY, PROMPTS, TOOL_TEMPLATE, alone
 
 from draftproof.errors import Unavailable
+from draftproof.server.base_answer import Piece
 from draftproof.server.reasoning import Marks
 from draftproof.server.response_store import ResponseStore
-from draftproof.server.responses_request import read_items
+from draftproof.server.responses_answer import ResponsesAnswer
+from draftproof.server.responses_request import ResponsesBody, read_items
 
 PAINT: Any = {"type": "function", "name": "paint", "parameters": {
     "type": "object", "required": ["colour"], "additionalProperties": False,
@@ -137,6 +139,18 @@ def test_items_become_messages() -> None:
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
     assert messages[2]["reasoning_content"] == "hm"
     assert [call["id"] for call in messages[2]["tool_calls"]] == ["1", "2"]
+
+
+def test_all_items_of_a_response_are_in_the_conversation(server: Any) -> None:
+    """A model may think and write in turn, as gpt-oss does."""
+    requests = server.engine.read(["a"], max_new_tokens=1)
+    answer = ResponsesAnswer(server.first, ResponsesBody(input="a"), requests, [], None)
+    for reasoning, text in (("First. ", "I look."), ("Then. ", ""), ("Last.", " It is 4.")):
+        assert list(answer._grow(Piece(0, None, reasoning, text, [], None)))
+    assert [item["type"] for item in answer.items] == ["reasoning", "message"] * 2
+    (message,) = answer._messages()
+    assert message["content"] == "I look. It is 4."
+    assert message["reasoning_content"] == "First. Then. Last."
 
 
 def test_what_is_kept_has_a_limit() -> None:

@@ -149,7 +149,8 @@ class ResponsesAnswer(BaseAnswer):
             if item["type"] == "message":
                 message["content"] += item["content"][0]["text"]
             elif item["type"] == "reasoning":
-                message["reasoning_content"] = item["content"][0]["text"]
+                before = message.get("reasoning_content", "")
+                message["reasoning_content"] = before + item["content"][0]["text"]
             else:
                 message.setdefault("tool_calls", []).append({
                     "id": item["call_id"], "type": "function", "function": {
