@@ -183,3 +183,13 @@ def test_no_part_of_a_special_token_is_ever_shown(stop: str, tokens: list[int]) 
     assert state.text == "".join(pieces[index] for index in shown if tokens[index] != 9)
     assert "".join(piece for piece, _ in state.pieces()) == state.text
     assert state.finish_reason == ("stop" if end else "length")
+
+
+@pytest.mark.parametrize("stop", ["cx", "cdx", "d<end>x", "<end>x"])
+@pytest.mark.parametrize("end", [2, 3, 9])
+def test_an_end_token_ends_a_text_that_is_held_for_a_stop_string(stop: str, end: int) -> None:
+    tokens = [0, 2, 3, 9, 1, 1]
+    state = SequenceState([1], SamplingParams(Sampling(stop=[stop]), 1, (end,)), 6, _Tags())
+    count = state.extend(tokens, None, ())
+    assert count == tokens.index(end) + 1 and state.tokens == tokens[:count]
+    assert (state.text, state.finish_reason) == ("acd"[:count], "stop")
