@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from batches import Counted, admit, decoder, running
-from drafting import DRAFTERS, LEARNERS, Fading
+from drafting import DRAFTERS, LEARNERS, Fading, commit_of
 from tiny import CPU, prompts, target
 
 from draftproof.core.acceptance import RULES
-from draftproof.core.messages import Accepted, Commit, Frontier
+from draftproof.core.messages import Accepted, Commit, Frontier, Successors
 from draftproof.core.ops import TORCH, Ops
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.prompt_lookup import PromptLookup
-from draftproof.engine.batch import Batch
+from draftproof.engine.batch import Batch, _joined
 from draftproof.engine.engine import Engine
 from draftproof.engine.shape_policy import ShapePolicy
 from draftproof.errors import DrafterMismatch
@@ -159,3 +161,17 @@ def test_a_round_tells_which_nodes_stood(drafter: str, closed: bool) -> None:
         assert len(nodes) >= counted  # what an end cut off was accepted as well
         accepted += counted
     assert accepted > 0
+
+
+def test_plain_rounds_are_joined_in_the_order_of_the_text() -> None:
+    commits = list[Commit]()
+    for number in range(4):
+        commit = commit_of([0, 1], [[number], [10 + number]], torch.full((2, 1, 1, 3), number))
+        top = commit.tokens[..., None].expand(-1, -1, 2)
+        tree = TokenTree.chain(commit.tokens)
+        commits.append(replace(commit, successors=Successors(tree, top, top.float())))
+    joined, texts = _joined(commits), torch.tensor([[0, 1, 2, 3], [10, 11, 12, 13]])
+    assert torch.equal(joined.tokens, texts) and joined.count.tolist() == [4, 4]
+    assert joined.hidden is not None and joined.hidden[:, :, 0, 0].tolist() == [[0, 1, 2, 3]] * 2
+    assert joined.successors is not None and torch.equal(joined.successors.tokens[..., 1], texts)
+    assert torch.equal(joined.successors.logits[..., 0], texts.float())

@@ -19,14 +19,14 @@ import draftproof
 from draftproof.errors import BadInput
 from draftproof.verify.small_models import tiny
 
-PAD, NEW = 0, 18
+PAD, NEW = VOCAB - 1, 18
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
 OURS = {"custom_generate": draftproof.generate}
 
 
 def batch(rows: int) -> dict[str, Tensor]:
     """Ragged prompts, padded on the left."""
-    texts = [[1 + token % (VOCAB - 1) for token in text] for text in prompts(rows, seed=3)]
+    texts = [[token % PAD for token in text] for text in prompts(rows, seed=3)]
     width = max(map(len, texts))
     ids = torch.tensor([[PAD] * (width - len(text)) + text for text in texts])
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])

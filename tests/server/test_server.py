@@ -63,6 +63,8 @@ def test_samples_stops_and_log_probabilities(server: Any, client: openai.OpenAI)
     scores = third.logprobs
     assert scores and scores.token_logprobs and len(scores.tokens or []) == 12
     assert len(scores.token_logprobs) == 12 and max(scores.token_logprobs) <= 0
+    offsets = [choice.logprobs.text_offset for choice in done.choices if choice.logprobs]
+    assert [offset[0] for offset in offsets if offset] == [0] * 4, "each has a text of its own"
     assert done.usage and done.usage.completion_tokens == 48
     details = done.usage.completion_tokens_details
     assert details and details.accepted_prediction_tokens

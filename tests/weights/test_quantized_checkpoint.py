@@ -19,6 +19,7 @@ from draftproof.model.native_load import native_folder
 from draftproof.native.kernels import kernels
 from draftproof.weights.block_linear import BlockLinear
 from draftproof.weights.quantized_checkpoint import QuantizedSource, layout_of
+from draftproof.weights.quantized_layouts import Layout, Parts, read_module
 
 PROJECTION = "model.layers.1.mlp.down_proj"
 
@@ -189,3 +190,13 @@ def test_experts_of_gpt_oss_are_unpacked_from_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
     engine = dp.load(tmp_path, drafter="none", device="cpu")
     assert "mxfp4" in paths(engine.target)["weights"]
+
+
+def test_tiles_of_scales_are_cut_at_the_edges_of_a_matrix() -> None:
+    codes = torch.randn(20, 48, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    parts = Parts("part", {"part.weight": codes, "part.weight_scale_inv": scales}.get)
+    values = read_module(parts, Layout(tile=(16, 32)))
+    assert isinstance(values, torch.Tensor)
+    rows, columns = torch.arange(20) // 16, torch.arange(48) // 32
+    assert torch.equal(values, codes.float() * scales[rows][:, columns])
