@@ -21,7 +21,7 @@ FILES = sorted(path for path in ROOT.rglob("*.py")
 
 
 EXAMINERS = {"weights", "tokenizer", "cache", "forward", "model", "hf", "verify", "bench", "cli"}
-"""They run models through transformers, examine it, or name its version (`cli`)."""
+"""They run models through transformers, check it, or name its version (`cli`)."""
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -28,7 +28,7 @@ INT8 = ("--quantize", "int8", "--kv-cache", "int8")
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No timing, and a proof that only looks at the engine it would examine."""
+    """No timing, and a proof that only looks at the engine it would check."""
     def looked(engine: Engine, *_: object, **__: object) -> Section:
         kinds = f"{engine.target.quantization}, {engine.target.kv_cache}"
         return Section("bits", f"{engine.drafter.name}, {kinds}")
@@ -169,12 +169,12 @@ def test_demo_tells_a_story_and_measures_every_drafter(
     assert "draftproof run MODEL" in answer.out.splitlines()[-1]
 
 
-def test_doctor_promises_in_words_and_in_json(call: Call, target: str) -> None:
+def test_doctor_says_what_is_guaranteed_in_words_and_in_json(call: Call, target: str) -> None:
     answer = call("doctor", target)
-    assert answer.code == 0 and "Promise for this model on this machine" in answer.out
+    assert answer.code == 0 and "Guarantee for this model on this machine" in answer.out
     report = json.loads(call("doctor", target, "--json").out)
-    assert {"versions", "device", "memory", "promise", "same bits", "layers"} <= report.keys()
-    assert report["dtype"] == "float32" and report["promise"] in answer.out
+    assert {"versions", "device", "memory", "guarantee", "same bits", "layers"} <= report.keys()
+    assert report["dtype"] == "float32" and report["guarantee"] in answer.out
     differ = report["other bits"].values()           # none on some processors
     gap = f"logits differ by up to {max(differ):.1g}" if differ else "none"
     assert gap in " ".join(answer.out.split())

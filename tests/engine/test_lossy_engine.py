@@ -19,7 +19,7 @@ from draftproof.engine.engine import Engine
 from draftproof.errors import BadInput
 from draftproof.verify.cases import SETUPS, TARGET, Case, CaseRequest, logits_after
 from draftproof.verify.enumeration import DRAWS, Outcomes, decided
-from draftproof.verify.exact import examine
+from draftproof.verify.exact import check_case
 
 WARM = Sampling(temperature=1.0, seed=3)
 
@@ -32,8 +32,8 @@ def case_of(rule: Rule, setup: str, limit: int = 3) -> Case:
 @pytest.mark.parametrize("setup", ["chain", "tree of 3"])
 def test_the_decoder_does_not_write_the_targets_distribution(setup: str) -> None:
     """By the enumeration that finds every exact rule below 1e-12."""
-    assert examine(case_of(RULES["match"], setup))[0] < 1e-12
-    distance, _, wrong = examine(case_of(Typical().rule, setup))
+    assert check_case(case_of(RULES["match"], setup))[0] < 1e-12
+    distance, _, wrong = check_case(case_of(Typical().rule, setup))
     assert distance > 0.05 and "total variation" in wrong
 
 

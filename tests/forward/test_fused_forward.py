@@ -104,7 +104,7 @@ def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
 ) -> None:
     probed = probe(packed(family, cache), widths=(1, 2, 5, 16, 32))
     assert not probed.differ and len(probed.same) == 12
-    assert "trees up to 29 nodes" in probed.promise
+    assert "trees up to 29 nodes" in probed.guarantee
 
 
 @pytest.mark.parametrize("lead", [31, 32, 300, 319])

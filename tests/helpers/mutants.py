@@ -1,6 +1,6 @@
-"""Planted bugs: bugs that real engines shipped, each planted alone; an examination must see it.
+"""Planted bugs: bugs that real engines shipped, each planted alone; a check must see it.
 
-Numbers are those of the catalogue of known bugs that the examinations were written against.
+Numbers are those of the catalogue of known bugs that the checks were written against.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def last_piece(original: Any, self: Any, *rest: Any, **how: Any) -> None:
 
 
 class Mutant(NamedTuple):
-    """A bug, where it was seen, how it is planted, and the examination that must see it."""
+    """A bug, where it was seen, how it is planted, and the check that must see it."""
 
     name: str
     seen_in: str
@@ -224,7 +224,7 @@ class Mutant(NamedTuple):
 
 
 SLOW = "15: vLLM #6038, #13196"
-TREE_MASK, KEYED = "cache.kv_cache:tree_mask", "role, places, origin"
+TREE_MASK, KEYED = "cache.kv_cache:tree_mask", "role, positions, origin"
 TEMPERATURE = '(self._any("temperature"), self._apply_temperature),'
 DEPTHS = "self.tree.depths[:, self.first :]"
 COMMITTED_ONLY = text("core.prefix:Paths.lengths", (DEPTHS, f"0 * {DEPTHS}"))
@@ -250,9 +250,9 @@ MUTANTS: tuple[Mutant, ...] = (
            text(CHANCE + "flip", ("self.position, node", "self.position, 1")), "streams"),
     Mutant("the draft's noise repeats every round", "4: stale buffer",
            text(SAMPLER + "_made",
-                (KEYED, "role, places - (0 if origin is None else origin), None")), "noise"),
+                (KEYED, "role, positions - (0 if origin is None else origin), None")), "noise"),
     Mutant("the target's noise repeats", "4: stale buffer",
-           text(SAMPLER + "_made", (KEYED, "role, places % 4, origin")), "noise"),
+           text(SAMPLER + "_made", (KEYED, "role, positions % 4, origin")), "noise"),
     Mutant("the kernel's noise repeats", "4: stale buffer",
            kernel(noise.stream, lambda original, library, keys, role, place, *on:
                   original(library, keys, role, place[:, :1].expand_as(place), *on)), "noise"),

@@ -14,7 +14,7 @@ from draftproof.errors import BrokenModel
 from draftproof.model.module_target import ModuleTarget
 from draftproof.model.target import Target
 from draftproof.verify import architectures as proving
-from draftproof.verify.architectures import QUICK, Kind, examine, prove_architectures
+from draftproof.verify.architectures import QUICK, Kind, check_architecture, prove_architectures
 from draftproof.verify.small_models import architectures, tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 @pytest.mark.parametrize("name", list(architectures()))
 def test_an_architecture_is_run_exactly_or_refused(name: str) -> None:
-    kind, why = examine(name)
+    kind, why = check_architecture(name)
     assert kind is not Kind.broken, why
     assert (kind in (Kind.exact, Kind.chains)) == (not why)
     lines = [line for line in PAGE.read_text().splitlines() if re.search(rf"[ ,]{name}[,:.]", line)]
@@ -31,7 +31,7 @@ def test_an_architecture_is_run_exactly_or_refused(name: str) -> None:
 
 
 def test_nearly_all_can_be_made_small() -> None:
-    """Else the examination would say little. Those of a quick one can all be made."""
+    """Else the check would say little. Those of a quick one can all be made."""
     unmade = set()
     for name in architectures():
         try:
@@ -64,7 +64,7 @@ def test_a_mistake_in_reading_trees_is_found(mistake: type[ModuleTarget]) -> Non
         other.__class__, other.fast = mistake, None
         return other
 
-    kind, why = examine("llama", around)
+    kind, why = check_architecture("llama", around)
     assert kind is Kind.broken and "drafted text" in why
 
 
@@ -74,7 +74,7 @@ def test_a_model_that_is_not_its_own_is_found() -> None:
             torch.manual_seed(5)
             return Target(type(target.model)(target.model.config).eval())
 
-    assert "the model's own" in examine("gpt2", around)[1]
+    assert "the model's own" in check_architecture("gpt2", around)[1]
 
 
 def test_what_was_not_refused_has_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,8 @@ def test_what_was_not_refused_has_to_write(monkeypatch: pytest.MonkeyPatch) -> N
         raise BrokenModel("it gave NaN")
 
     monkeypatch.setattr(proving, "_wrong", broken)
-    assert examine("llama")[0] is Kind.broken and examine("rwkv")[0] is Kind.refused
+    assert check_architecture("llama")[0] is Kind.broken
+    assert check_architecture("rwkv")[0] is Kind.refused
     section = prove_architectures(names=["llama"])
     assert section.failures == ["llama: BrokenModel: it gave NaN"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import examinations
+from helpers import checks
 
 from draftproof.core.acceptance import RULES, accept_by_rejection, weighing
 from draftproof.core.params import Sampling
@@ -16,7 +16,7 @@ from draftproof.verify import cases as table
 from draftproof.verify import exact, reference
 from draftproof.verify.cases import PLAIN, SETUPS, TARGET, Case, CaseRequest, cases, logits_after
 from draftproof.verify.enumeration import Outcomes, distance, enumerate_texts
-from draftproof.verify.exact import EXACT, SEEN, examine, prove_distribution
+from draftproof.verify.exact import EXACT, SEEN, check_case, prove_distribution
 from draftproof.verify.reference import distribution_of_run, next_token_probs
 
 UNIFORM = [0.0, 0.0, 0.0]
@@ -30,14 +30,14 @@ def test_plain_decoding_writes_the_reference_distribution(option: str) -> None:
         prompt = table.PROMPTS[number % len(table.PROMPTS)]
         plain = Case(end, RULES["match"], PLAIN, [CaseRequest(want, prompt)])
         (distribution,) = enumerate_texts(plain).distributions
-        assert distance(distribution, examinations.reference(plain)[0]) < EXACT, end
+        assert distance(distribution, checks.reference(plain)[0]) < EXACT, end
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_drafts_change_nothing(part: int) -> None:
     """Rules, drafts, options, ends: a sample of `prove`'s cases, and all special ones."""
     for case in itertools.islice(cases(every=149), part, None, 4):
-        apart, branches, wrong = examine(case)
+        apart, branches, wrong = check_case(case)
         assert not wrong and apart < EXACT and branches, f"{case.name}: {wrong}"
 
 

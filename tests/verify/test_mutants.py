@@ -1,12 +1,12 @@
-"""Planted bugs: the sound code is not accused, and each bug is seen by the examination it names."""
+"""Planted bugs: the sound code is not accused, and each bug is seen by the check it names."""
 
 from __future__ import annotations
 
 import traceback
 
 import pytest
-from helpers import examinations
-from helpers.examinations import DISTRIBUTION_CASES, WATCHES
+from helpers import checks
+from helpers.checks import DISTRIBUTION_CASES, WATCHES
 from helpers.mutants import MUTANTS, Mutant, Plant, around, kernel, text
 from helpers.mutants import RULES as WRONG_RULES
 
@@ -18,7 +18,7 @@ from draftproof.forward import draft_layers, fast_forward
 from draftproof.model import module_target
 from draftproof.native.kernels import kernels
 from draftproof.verify.cases import SETUPS, Case, CaseRequest, by_model, toy
-from draftproof.verify.exact import SEEN, examine
+from draftproof.verify.exact import SEEN, check_case
 
 SOUND: list[tuple[str, ...]] = [("distribution", name) for name in DISTRIBUTION_CASES]
 SOUND += [("count", rule) for rule in RULES]
@@ -36,8 +36,8 @@ def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
     if mutant.name.startswith("the kernel's") and kernels() is None:
         pytest.skip("no C compiler here")
     if mutant.watch == "distribution":
-        examinations.wanted(*mutant.options)             # of the sound code
-    examinations.sound_accepted()
+        checks.wanted(*mutant.options)             # of the sound code
+    checks.sound_accepted()
     toy(12, 6)                                  # else the check at load sees it, not the watch
     with mutant.plant():
         try:
@@ -70,7 +70,7 @@ def test_a_wrong_rule_is_seen(mistake: str) -> None:
     rule, free = weighing(WRONG_RULES[mistake]()), Sampling(temperature=1.0)
     requests = {"chain": CaseRequest(free, (1,), 4), "smaller draft": CaseRequest(free),
                 "tree of 3": CaseRequest(free)}
-    result = (examine(Case(mistake, rule, SETUPS[name], [request]))
+    result = (check_case(Case(mistake, rule, SETUPS[name], [request]))
              for name, request in requests.items())
     assert any(distance > SEEN for distance, _, _ in result)
 
@@ -84,4 +84,4 @@ def test_a_match_without_its_ancestors_is_seen() -> None:
 
     rule = RULES["match"]._replace(accept=careless)
     case = Case("", rule, by_model(toy(12, 3), 2), [CaseRequest(Sampling(temperature=1.0))])
-    assert examine(case)[0] > SEEN
+    assert check_case(case)[0] > SEEN

@@ -43,7 +43,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         real = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *a, **k: (done.append(name), real(*a, **k))[1])
 
-    noted(inspection, "examine")
+    noted(inspection, "verify_forward")
     noted(quantize, "_quantised")
     return done
 
@@ -64,7 +64,7 @@ def test_a_second_start_finds_nothing_out_again_unless_the_file_is_cut_off(
     folder: Path, made: list[str], options: dict[str, Any]
 ) -> None:
     first = text(folder, **options)
-    assert "examine" in made and ("_quantised" in made) is bool(options)
+    assert "verify_forward" in made and ("_quantised" in made) is bool(options)
     made.clear()
     assert text(folder, **options) == first and made == []
     for left in (-9, 0):
@@ -72,7 +72,7 @@ def test_a_second_start_finds_nothing_out_again_unless_the_file_is_cut_off(
             content = file.read_bytes()[:left]
             file.unlink()               # a mapped one may not shrink
             file.write_bytes(content)
-        assert text(folder, **options) == first and "examine" in made
+        assert text(folder, **options) == first and "verify_forward" in made
         made.clear()
         assert text(folder, **options) == first and made == []
 
@@ -152,13 +152,13 @@ def test_other_files_or_changed_weights_are_not_what_was_kept(
     assert load(changed, quantize="int8").target.quantization is not None and "_quantised" in made
     fresh("olmo2", 1, hidden_size=64, intermediate_size=128).bfloat16().save_pretrained(folder)
     made.clear()
-    assert text(folder, quantize="int8") != first and {"examine", "_quantised"} <= set(made)
+    assert text(folder, quantize="int8") != first and {"verify_forward", "_quantised"} <= set(made)
     assert not set(before) & set(files(folder))
 
 
 def test_another_version_of_the_code_that_checks_and_packs_keeps_files_of_its_own() -> None:
     """Each function that makes what is kept is among the files whose digest names them."""
-    makers = (inspection.examine, quantize._quantised, native_quantize, BlockLinear, KVCache,
+    makers = (inspection.verify_forward, quantize._quantised, native_quantize, BlockLinear, KVCache,
               fused_forward)
     assert {Path(inspect.getfile(maker)) for maker in makers} <= set(kept._sources())
 

@@ -21,7 +21,8 @@ Output = tuple[list[list[int]], float | None, RoundStats]
 PLAIN = "plain"
 """The method that others are compared with."""
 WARM_UP, PROMPTS_PER_ROW = 8, 4
-"""New tokens of each method's first, untimed call; prompts asked for at once per row of a batch."""
+"""New tokens of each method's untimed first call, and prompts per row of a batch that are submitted
+at once."""
 
 
 @dataclass(frozen=True, order=True)

@@ -21,7 +21,8 @@ from draftproof.native.kernels import Stores
 SPAN = 64
 """A read sees the slots of its cache up to a multiple of this."""
 CHUNKS = (32, 128, 256)
-"""Tokens of a prompt read at once: the last of these, or, with static shapes, one, padded."""
+"""Sizes of the chunks in which prompts are read: the largest, or, with static shapes, the smallest
+that holds what is left, padded."""
 
 
 def chunk_of(tokens: int, static: bool) -> int:

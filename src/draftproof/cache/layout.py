@@ -20,7 +20,7 @@ UNLIMITED = 1 << 30
 STATES = ("linear_attention", "conv")
 """Kinds of layers that keep a state and see no mask."""
 FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)
-"""What a forward may raise that does not understand what it is given."""
+"""Exceptions of a forward pass that does not support its arguments."""
 
 
 class Layout(NamedTuple):
@@ -62,7 +62,7 @@ class LogitScaling(NamedTuple):
 
 
 UNSCALED = LogitScaling(None, None, None)
-"""Of most families, which sample from the logits of their head."""
+"""Most families sample from the logits of their head as they are."""
 
 
 def context_of(config: Any) -> int:

@@ -36,7 +36,8 @@ _MARK = "wrapped_by_draftproof"
 QUERIES = 4
 """As in `fast_forward`."""
 RECORDED = 17
-"""Tokens of a block whose recurrent states are recorded one by one; of more, those at the end."""
+"""Tokens of a block whose recurrent states are recorded one by one: of a longer block, the last
+ones."""
 
 
 _NETS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")

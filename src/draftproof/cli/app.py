@@ -92,7 +92,7 @@ def options(
         typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Lossless speculative decoding: a model writes the text it would write alone, sooner."""
+    """Lossless speculative decoding: the text that a model would write alone, faster."""
 
 
 def main() -> None:

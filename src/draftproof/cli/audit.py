@@ -26,9 +26,10 @@ _option = partial(opt.option, None)
 
 
 OPENINGS = ("Once upon a", "The", "I", "My favourite", "In the morning", "She said that")
-"""Of these the prompt is the one after which most different tokens are likely."""
+"""Candidates for the prompt. The one that the most different tokens are likely to follow is
+used."""
 WEAK = 5
-"""Different texts below which a test says little."""
+"""With fewer different texts, a test has little power."""
 
 
 def audit(
@@ -39,7 +40,7 @@ def audit(
     python: Annotated[str | None, _option(
         "MODULE:NAME", "Audit a function sample(prompt, n, seed) of your own.")] = None,
     model: Annotated[str | None, _option(
-        "NAME", "With --endpoint, the server's name of the model; with --python, a local copy.",
+        "NAME", "With --endpoint, the model's name there; with --python, a local copy of it.",
     )] = None,
     reference: Annotated[str | None, _option("MODEL", "A local copy of the served model.")] = None,
     assistant_model: Annotated[str | None, _option("MODEL", "The draft model, with --hf.")] = None,
@@ -48,7 +49,7 @@ def audit(
         _option("K", "Draft K tokens per round. Default: as transformers does."),
     ] = None,
     prompt: Annotated[str | None, _option(
-        "TEXT", "The text to continue. Default: the opening with the most likely continuations.",
+        "TEXT", "The text to continue. Default: an opening that many tokens may follow.",
         "--prompt", "-p")] = None,
     length: Annotated[int | None, _option(
         "N", "Write N tokens. Default: 3, or 2 with a large vocabulary.")] = None,
@@ -56,13 +57,13 @@ def audit(
     temperature: Annotated[float, _option("T", "Sampling temperature; 0 is greedy.")] = 1.0,
     top_k: Annotated[int, _option("K", "Sample from the K most likely tokens; 0 is off.")] = 0,
     top_p: Annotated[float, _option(
-        "P", "Sample from the most likely tokens of probability P; 1 is off.")] = 1.0,
-    seed: Annotated[int, _option("S", "First seed; every call gets the next one.")] = 0,
+        "P", "Sample from the most likely tokens that add up to P; 1 is off.")] = 1.0,
+    seed: Annotated[int, _option("S", "Seed of the first call; each call adds 1.")] = 0,
     json_: Annotated[Path | None, _option("FILE", "Save the figures as JSON.", "--json")] = None,
     dtype: opt.Dtype = "float32",
     device: opt.Device = None,
 ) -> None:
-    """Test somebody else's engine against its model's exact distribution: is it unbiased?"""
+    """Test whether another engine samples from its model's exact distribution."""
     try:
         must_have_folders(json_)
         with show.loading("loading the model"):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from draftproof.model.parallel import ProcessGroup
 
 WINDOW = 8
-"""Batches of rows the engine gets at a time: enough that few rows run alone at the end of one."""
+"""Batches that the engine gets at a time: enough that few rows run alone at the end."""
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,13 @@ def bench(
     temperature: Annotated[str, _plan("0,0.7", "Temperatures to measure; 0 is greedy.")] = "0",
     new_tokens: Annotated[int, _plan("N", "Write N tokens per prompt.")] = 128,
     rounds: Annotated[int, _plan("R", "Complete each prompt R times with each method.")] = 3,
-    seed: Annotated[int, _plan("S", "Seed of the sampling.")] = 0,
-    json_: Annotated[Path | None, _plan("FILE", "Save every number and text.", "--json")] = None,
+    seed: Annotated[int, _plan("S", "Sampling seed.")] = 0,
+    json_: Annotated[Path | None, _plan("FILE", "Save all results as JSON.", "--json")] = None,
     plot: opt.Plot = None,
     *,
     engine: dict[str, object],
 ) -> None:
-    """Measure plain decoding and drafters on the same prompts, interleaved; compare texts first."""
+    """Compare drafters with plain decoding on the same prompts: first the texts, then the speed."""
     from draftproof.bench import report
     from draftproof.bench.measure import Bench, Setting
     from draftproof.bench.methods import load_methods

@@ -25,9 +25,9 @@ HELP = (
     "message"
 )
 MaxLength = Annotated[int, typer.Option(
-    min=2, metavar="N", help="Tokens of the whole conversation; answers may be that long.")]
+    min=2, metavar="N", help="The most tokens of the whole conversation, answers included.")]
 COMMANDS = ("/reset", "/stats", "/help", "/exit", "/quit")
-System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")]
 
 
 @opt.with_options(engine=None, sampling=None)
@@ -35,7 +35,7 @@ def chat(
     model: opt.Model, system: System = None, max_model_len: MaxLength = 4096,
     bf16: opt.Bf16 = False, *, engine: dict[str, object], sampling: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Talk to a model; Ctrl-C stops an answer, and the conversation goes on."""
+    """Chat with a model; Ctrl-C stops the answer, not the conversation."""
     config = config_of(model, engine, bf16)
     start(config, sampling)
     loaded = alone_engine(config, "chat", 512 << 20)

@@ -19,7 +19,7 @@ TOKENS = 128
 
 
 def demo() -> None:
-    """Watch it at work on the embedded model, and measure it."""
+    """Watch drafts being accepted on the embedded model, and measure the speed-up."""
     from draftproof.bench import report
     from draftproof.bench.measure import Bench, Setting
     from draftproof.bench.methods import load_methods

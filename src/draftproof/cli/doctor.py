@@ -20,7 +20,7 @@ NAMES = (
 
 @opt.with_options(engine=NAMES)
 def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[str, Any]) -> None:
-    """Show what this machine is, and what is promised on it."""
+    """Show what this machine can do, and what is guaranteed on it."""
     from draftproof.model.device import Device, versions
     from draftproof.model.diagnosis import paths
     from draftproof.model.exactness import probe
@@ -48,8 +48,8 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
         facts["drafter"] = f"{made.drafter.name} fits, and drafts up to {drafts} tokens per round"
     facts |= {"same bits": probed.same, "other bits": probed.differ}
     if json_:
-        promised = {"exact_nodes": probed.exact_nodes, "promise": probed.promise}
-        show.print_json({**facts, "dtype": probed.dtype, **promised})
+        bits = {"exact_nodes": probed.exact_nodes, "guarantee": probed.guarantee}
+        show.print_json({**facts, "dtype": probed.dtype, **bits})
         return
     if probed.differ:
         gap = f"logits differ by up to {max(probed.differ.values()):.1g}"
@@ -63,4 +63,4 @@ def doctor(model: opt.Model = "demo", json_: opt.Json = False, *, engine: dict[s
     console = show.page()
     console.print(page)
     style = "bold green" if probed.exact_nodes > 1 else "bold yellow"
-    console.print(f"\nPromise for this model on this machine: {probed.promise}.", style=style)
+    console.print(f"\nGuarantee for this model on this machine: {probed.guarantee}.", style=style)

@@ -106,34 +106,35 @@ def _sampling(
 SAMPLING = [
     _sampling("max_new_tokens", int, "N", "Write at most N tokens. Default: what the model's "
               "generation_config says, else 128."),
-    _sampling("min_new_tokens", int, "N", "Allow no end token before N tokens. Default: 0."),
+    _sampling("min_new_tokens", int, "N", "Write at least N tokens before an end token. Default: "
+              "0."),
     _sampling("temperature", float, "T", "Sampling temperature; 0 is greedy. Default: what the "
               "model's generation_config says, else 0."),
     _sampling("top_k", int, "K", "Sample from the K most likely tokens only; 0 is off. Default: "
               "the model's, else 0."),
-    _sampling("top_p", float, "P", "Sample from the most likely tokens that have probability P "
-              "together; 1 is off. Default: the model's, else 1."),
+    _sampling("top_p", float, "P", "Sample from the most likely tokens whose probabilities add "
+              "up to P; 1 is off. Default: the model's, else 1."),
     _sampling("min_p", float, "P", "Sample from tokens at least P times as likely as the most "
               "likely one; 0 is off. Default: the model's, else 0."),
-    _sampling("repetition_penalty", float, "X", "Penalise tokens of the prompt and the text; 1 is "
-              "off. Default: the model's, else 1."),
-    _sampling("presence_penalty", float, "X", "Subtract X from the logits of tokens that were "
+    _sampling("repetition_penalty", float, "X", "Penalise tokens that occur in the prompt or the "
+              "text; 1 is off. Default: the model's, else 1."),
+    _sampling("presence_penalty", float, "X", "Subtract X from the logits of tokens already "
               "written. Default: 0."),
-    _sampling("frequency_penalty", float, "X", "Subtract X for each time that a token was written. "
-              "Default: 0."),
-    _sampling("no_repeat_ngram", int, "N", "Write no N tokens twice in the same order; 0 is off. "
+    _sampling("frequency_penalty", float, "X", "Subtract X from a token's logit for each time it "
+              "was written. Default: 0."),
+    _sampling("no_repeat_ngram", int, "N", "Never repeat a sequence of N tokens; 0 is off. "
               "Default: the model's, else 0."),
     _sampling("seed", int, "S", "The same seed gives the same text, with any drafter. Default: 0."),
-    _sampling("stop", list[str], "TEXT", "End before this text; repeatable."),
+    _sampling("stop", list[str], "TEXT", "Stop before this text; repeatable."),
     _sampling("banned_words", list[str], "WORD", "Never write this; repeatable.", "--banned-word"),
-    _sampling("logprobs", bool, None, "Report the log-probability of each token, with --json or "
+    _sampling("logprobs", bool, None, "Report the log-probability of each token; needs --json or "
               "--out."),
-    _sampling("top_logprobs", int, "N", "Report the N most likely tokens in its place as well, "
-              "with --logprobs. Default: 0."),
+    _sampling("top_logprobs", int, "N", "Also report the N most likely tokens at each position; "
+              "needs --logprobs. Default: 0."),
 ]
-"""Of `Sampling`, whose module imports torch: `--help` does not wait for it."""
+"""Options of `Sampling`. Its module imports torch, which `--help` need not wait for."""
 OPTIONS = {"engine": options_of(EngineConfig), "sampling": SAMPLING}
-"""By group of `with_options`."""
+"""The options of each group of `with_options`."""
 
 _output, _many = partial(option, "Output"), partial(option, "Many prompts")
 
@@ -143,8 +144,8 @@ Model = Annotated[str, _argument(
 Text = Annotated[str | None, _argument(metavar="[PROMPT|-]", help="The prompt; - reads stdin.")]
 PromptText = Annotated[str | None, option(None, "TEXT", "The prompt.", "--prompt", "-p")]
 PromptFile = Annotated[Path | None, option(
-    None, "FILE", "Read the prompt from a file, without its last line break.", "--prompt-file")]
-Chat = Annotated[bool, option(None, None, "Put the prompt into the model's chat template.",
+    None, "FILE", "Read the prompt from a file, without its final line break.", "--prompt-file")]
+Chat = Annotated[bool, option(None, None, "Apply the model's chat template to the prompt.",
                               "--chat")]
 Samples = Annotated[int, option("Sampling", "N", "Write N samples of the prompt.", "--n")]
 Bf16 = Annotated[bool, option("Model", None, "The same as --dtype bfloat16.", "--bf16")]
@@ -153,18 +154,20 @@ Compare = Annotated[bool, _output(None, "Decode without drafts first, and compar
 Json = Annotated[bool, _output(None, "Write one JSON object to stdout, and nothing else.",
                                "--json")]
 Plot = Annotated[Path | None, _output(
-    "FILE", "Save a picture, .png, .svg or .pdf; dark if its name ends in -dark.", "--plot")]
+    "FILE", "Save a plot (.png, .svg or .pdf); a dark one if the name ends in -dark.", "--plot")]
 Trace = Annotated[Path | None, _output(
     "HTML", "Save a page with the draft tree and the time of every round.", "--trace")]
 Prompts = Annotated[Path | None, _many(
     "JSONL", 'A file of prompts: rows with "prompt", "messages", "turns" or "text".', "--prompts")]
 Out = Annotated[Path | None, _many(
-    "JSONL", "The file of results, in order; what is there already is kept.", "--out")]
+    "JSONL", "Write the results here, in order; those that are there already are kept.", "--out")]
 Plan = Annotated[Path | None, option(
-    "Drafting", "FILE", "Start from a saved plan, as plan --json writes it.", "--plan")]
-BatchSize = Annotated[int | None, _many("B", "Run B rows at a time. Default: 8.", "--batch-size")]
+    "Drafting", "FILE", "Use the drafter and the draft tokens of a plan saved by plan --json.",
+    "--plan")]
+BatchSize = Annotated[int | None, _many(
+    "B", "Run B prompts at a time. Default: 8.", "--batch-size")]
 Ray = Annotated[int | None, _many(
-    "WORKERS", "Run on Ray workers, each with a model of its own; RAY_ADDRESS says where.",
+    "WORKERS", "Run on Ray workers, each with its own copy of the model, at RAY_ADDRESS.",
     "--ray")]
 
 _ENGINE = {parameter.name: parameter.annotation for parameter in OPTIONS["engine"]}

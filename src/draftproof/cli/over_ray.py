@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RETRIES = 2
 """How often Ray repeats rows whose worker died."""
 PORTIONS_PER_WORKER = 4
-"""Portions per worker, at least: who is slow holds the others up by one."""
+"""The least number of portions per worker: a slow worker delays the others by one portion."""
 
 
 class Writer:

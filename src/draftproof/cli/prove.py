@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Part = StrEnum(
     "Part", ["distribution", "sampling", "bits", "configurations", "architectures", "mutants"]
 )
-"""What is proved."""
+"""The sections of the proof."""
 QUICK = tuple(part for part in Part if part is not Part.mutants)
 _option = partial(opt.option, None)
 Sections = list[Part] | None
@@ -41,19 +41,18 @@ def prove(
         None, "Run smaller versions of all sections, in two minutes.", "--quick")] = False,
     section: Annotated[Sections, _option(
         "NAME", f"Run only this section: {', '.join(Part)}; repeatable. Default: all.")] = None,
-    mutant: Annotated[
-        list[str] | None, _option("WORD", "Plant only bugs with this in their names; repeatable.")
-    ] = None,
+    mutant: Annotated[list[str] | None, _option(
+        "WORD", "Plant only the bugs that have WORD in their names; repeatable.")] = None,
     fuzz: Annotated[float | None, _option(
-        "MINUTES", "Run random requests on random models instead, for so long; 0 is one round.",
+        "MINUTES", "Run random requests on random models instead; 0 minutes is one round.",
     )] = None,
     seed: Annotated[int, _option("S", "Seed of the random numbers.")] = 0,
     json_: Annotated[Path | None, _option("FILE", "Save the report as JSON.", "--json")] = None,
-    html: Annotated[Path | None, _option("FILE", "Save the certificate, one page.")] = None,
+    html: Annotated[Path | None, _option("FILE", "Save the certificate as a web page.")] = None,
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Prove that decoding is lossless: distributions, samples, bits, every kind of model."""
+    """Prove that decoding is lossless: distributions, samples, bits, all kinds of models."""
     must_have_folders(json_, html)
     if model == "demo" and not engine.keys() & {"drafter", "assistant_model"}:
         engine["assistant_model"] = "demo-draft"

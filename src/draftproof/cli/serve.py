@@ -32,46 +32,49 @@ def _models(text: str, **more: Any) -> Any:
     return typer.Option(help=text, rich_help_panel="Several models", **more)
 
 
-Host = Annotated[str, _option("Address to listen at; 0.0.0.0 for all.", metavar="ADDRESS")]
-Port = Annotated[int, _option("Port to listen at; 0 takes any.", min=0, max=65535, metavar="PORT")]
-MaxBatch = Annotated[int, _option("Rows that run side by side.", min=1, metavar="B")]
-MaxQueue = Annotated[int, _option("Requests that may wait; more get 429.", min=1, metavar="N")]
-MaxLength = Annotated[int, _option("Tokens of a prompt and its answer.", min=2, metavar="N")]
+Host = Annotated[str, _option("Address to listen on; 0.0.0.0 is all of them.", metavar="ADDRESS")]
+Port = Annotated[int, _option(
+    "Port to listen on; 0 is any free one.", min=0, max=65535, metavar="PORT")]
+MaxBatch = Annotated[int, _option("Sequences that run in one batch.", min=1, metavar="B")]
+MaxQueue = Annotated[int, _option("Requests that may wait; others get 429.", min=1, metavar="N")]
+MaxLength = Annotated[int, _option(
+    "The most tokens of a prompt and its answer.", min=2, metavar="N")]
 Timeout = Annotated[float | None, _option(
     "Seconds that a request may take. Default: no limit.", min=0, metavar="S")]
-Drain = Annotated[float, _option("Seconds that running requests may go on after SIGTERM or "
-                                 "Ctrl-C.", min=0, metavar="S")]
+Drain = Annotated[float, _option("Seconds that running requests have to finish after SIGTERM "
+                                 "or Ctrl-C.", min=0, metavar="S")]
 Key = Annotated[str | None, _option(
     f"Key that clients must send. Default: {KEY_VARIABLE}, else none.", metavar="KEY")]
-Keys = Annotated[Path | None, _option("File of such keys, one per line.", metavar="FILE")]
+Keys = Annotated[Path | None, _option("File of API keys, one per line.", metavar="FILE")]
 PerKey = Annotated[int | None, _option(
-    "Requests of one key that may run or wait; more get 429. Default: no limit.", min=1,
+    "Requests of one key that may run or wait; others get 429. Default: no limit.", min=1,
     metavar="N")]
-Share = Annotated[bool, _option("Draft for each key from the texts of all keys.", metavar="")]
+Share = Annotated[bool, _option("Let each key draft from the texts of all keys.", metavar="")]
 Origins = Annotated[list[str] | None, _option(
-    "Web pages that may use the server, besides those of this machine: https://NAME, or '*'; "
+    "Web origins that may use the server, in addition to this machine's: https://NAME, or '*'; "
     "repeatable.", metavar="ORIGIN")]
 Hosts = Annotated[list[str] | None, _option(
-    "Names that clients know this machine by; repeatable. On a loopback address others are "
-    "refused.", metavar="NAME")]
+    "Host names by which clients address the server; repeatable. On a loopback address, others "
+    "are refused.", metavar="NAME")]
 Name = Annotated[str | None, _option(
-    "What clients call the model. Default: the name of its folder or file.", metavar="NAME")]
+    "The model's name in the API. Default: the name of its folder or file.", metavar="NAME")]
 Prefixes = Annotated[int, _option(
-    "Memory for remembered beginnings of prompts, in MiB.", min=0, metavar="MiB")]
+    "Memory of the prefix cache, in MiB.", min=0, metavar="MiB")]
 Price = Annotated[float | None, _option(
     "Machine price per hour, for cost metrics. Default: none.", min=0, metavar="X")]
-LogLevel = Annotated[str, _option(f"What is logged: {', '.join(LEVELS)}.", metavar="LEVEL")]
+LogLevel = Annotated[str, _option(
+    f"Lowest level that is logged: {', '.join(LEVELS)}.", metavar="LEVEL")]
 NoAccessLog = Annotated[bool, typer.Option(
-    "--no-access-log", help="Log no line for each request.", rich_help_panel="Server", metavar="")]
+    "--no-access-log", help="Do not log requests.", rich_help_panel="Server", metavar="")]
 Also = Annotated[list[str] | None, _models(
     "Serve another model, loaded when a request names it: MODEL or NAME=MODEL; repeatable.",
     metavar="MODEL")]
 Lora = Annotated[list[str] | None, _models(
-    "Serve a LoRA adapter of MODEL, a folder of peft's: FOLDER or NAME=FOLDER; repeatable.",
+    "Serve a LoRA adapter of MODEL, as PEFT saves it: FOLDER or NAME=FOLDER; repeatable.",
     metavar="FOLDER")]
 Memory = Annotated[float | None, _models(
-    "Memory for the weights of all loaded models; idle ones are unloaded for others. Default: no "
-    "limit.", min=0, metavar="GiB")]
+    "Memory for the weights of all loaded models; idle models are unloaded to make room. "
+    "Default: no limit.", min=0, metavar="GiB")]
 Idle = Annotated[float | None, _models(
     "Seconds without a request after which a model is unloaded. Default: never.", min=0,
     metavar="S")]
@@ -89,7 +92,7 @@ def serve(
     also: Also = None, lora: Lora = None, model_memory: Memory = None, unload_after: Idle = None,
     bf16: opt.Bf16 = False, *, engine: dict[str, object],
 ) -> None:  # fmt: skip
-    """Serve models to clients of OpenAI's and Anthropic's APIs, in batches, with a page at /."""
+    """Serve models through the APIs of OpenAI and Anthropic, with a web page at /."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))       # until the server runs
     try:
         from draftproof.server.api import Server

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from draftproof.server.models import Source
 
 ONLY_FIRST = ("assistant_model", "tokenizer")
-"""Options that fit one model: further ones are loaded without."""
+"""Options of the first model; further models are loaded without them."""
 
 
 def sources_of(

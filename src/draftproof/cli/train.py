@@ -44,19 +44,18 @@ Trained = Annotated[Method, typer.Argument(
 Data = Annotated[list[Path], _text("FILE", "Training texts, .txt or .jsonl; repeatable.", "--data")]
 Out = Annotated[Path, opt.option(
     None, "DIR", "Folder for the heads; the same command resumes there.", "--out")]
-Chat = Annotated[bool, _text(None, "Use the texts as messages of a user.", "--chat")]
-SelfGenerate = Annotated[
-    bool, _text(None, "Let the target continue the texts, and train on that.", "--self-generate")
-]
+Chat = Annotated[bool, _text(None, "Treat each text as a user's message.", "--chat")]
+SelfGenerate = Annotated[bool, _text(
+    None, "Let the target continue the texts, and train on its output.", "--self-generate")]
 Heads = Annotated[int | None, _medusa("K", "Number of heads. Default: 5.", "--heads")]
-Layers = Annotated[int, _head("N", "Number of residual blocks, of each Medusa head.", "--layers")]
+Layers = Annotated[int, _head("N", "Number of residual blocks in each Medusa head.", "--layers")]
 ShareHead = Annotated[
     bool | None, _head(None, "Project with the target's LM head, or with weights of its own. "
                              "Default: shared unless there is an --exit-dim.",
                        "--share-lm-head/--own-projection")
 ]  # fmt: skip
 Joint = Annotated[
-    bool, _medusa(None, "Train the backbone as well (Medusa-2): another model.", "--joint")
+    bool, _medusa(None, "Also train the backbone (Medusa-2), which changes the model.", "--joint")
 ]
 Horizon = Annotated[int | None, _redrafter(
     "K", "Number of tokens to predict. Default: 5.", "--horizon")]
@@ -72,7 +71,7 @@ def train(
     share_lm_head: ShareHead = None, joint: Joint = False, horizon: Horizon = None,
     exit_dim: ExitDim = None,
 ) -> None:  # fmt: skip
-    """Train draft heads: Medusa or ReDrafter, on texts or on what the model itself writes."""
+    """Train Medusa or ReDrafter heads on texts, or on what the model itself writes."""
     from draftproof.drafters.medusa import MedusaHead
     from draftproof.drafters.redrafter import ReDrafterHead
     from draftproof.training import train_run

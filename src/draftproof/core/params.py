@@ -57,7 +57,8 @@ class LogitsRule:
 
 
 MOST_STOPS, LONGEST_STOP = 1_000, 1_000
-"""The most stop strings of a request, and characters of one. All are searched at each token."""
+"""The most stop strings of a request, and the most characters of each. All are searched at each
+token."""
 MOST_BANNED_WORDS, MOST_BANNED_TOKENS = 10_000, 100_000
 """The most banned words of a request, and their total size. All are compared at each draft node."""
 Likely = list[tuple[int, float]]
@@ -251,4 +252,4 @@ _WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         _are_banned, f"a list of at most {MOST_BANNED_WORDS:,} strings or lists of token ids, none "
         f"empty, of at most {MOST_BANNED_TOKENS:,} bytes and token ids together"),
 }  # fmt: skip
-"""Options, what each must be, and that in words."""
+"""For each option, a check of its value, and in words what the value must be."""

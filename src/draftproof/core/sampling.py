@@ -20,7 +20,7 @@ from draftproof.core.processors import LogitsProcessors
 from draftproof.core.tree import NO_TOKEN
 
 AHEAD, LARGEST = 64, 1 << 20
-"""The most positions, over all rows, and the most numbers for which noise is made in advance."""
+"""Noise is made in advance for at most so many positions of all rows, and so many numbers."""
 
 
 class Chance(Protocol):
@@ -74,7 +74,7 @@ class Sampler(LogitsProcessors):
         return self.ops.run(noise.stream, self.keys, role, position, origin)
 
     def chance(self, prefix: Prefix) -> Chance:
-        """The random outcomes of an acceptance rule in a round whose roots are at these places."""
+        """The random outcomes of an acceptance rule in a round with these roots."""
         return KeyedChance(self, prefix)
 
     def probs(self, logits: Tensor, paths: Paths) -> Tensor:
@@ -183,9 +183,9 @@ class Sampler(LogitsProcessors):
 
     def _made(self, position: Tensor, reach: int, role: Role, vocab: int) -> Tensor:
         """[B, reach, V] noise of the choices after roots at `position` [B]."""
-        places = position[:, None] + 1 + torch.arange(reach, device=self.device)
-        origin = None if role is Role.TARGET else position[:, None].expand_as(places)
-        noises = self.ops.run(noise.gumbel, self.streams(role, places, origin), vocab)
+        positions = position[:, None] + 1 + torch.arange(reach, device=self.device)
+        origin = None if role is Role.TARGET else position[:, None].expand_as(positions)
+        noises = self.ops.run(noise.gumbel, self.streams(role, positions, origin), vocab)
         if not self.some_greedy:
             return noises
         return noises.masked_fill_(self.greedy_rows, 0.0)   # temperature 0: no noise

@@ -70,7 +70,7 @@ class DFlash(FeatureDrafter):
 
     def __init__(self, network: DFlashNet, name: str = "dflash", tokens: int | None = None) -> None:
         self.scratch = int(network.settings["block_size"])
-        deepest = network.places if tokens is None else min(tokens, network.places)
+        deepest = network.predictions if tokens is None else min(tokens, network.predictions)
         super().__init__(network, name, deepest)
 
     def observe(self, commit: Commit) -> None:
@@ -109,8 +109,8 @@ class DFlash(FeatureDrafter):
         return Reader(read, levels, sure if network.confidence_head is not None else None)
 
     def _positions(self, lengths: Tensor, count: int) -> Tensor:
-        places = torch.arange(count, device=lengths.device)
-        return (lengths[:, None] + places).clamp(max=self.network.vocabulary.context - 1)
+        offsets = torch.arange(count, device=lengths.device)
+        return (lengths[:, None] + offsets).clamp(max=self.network.vocabulary.context - 1)
 
     def _block(self, root: Tensor) -> Tensor:
         """[B, block, H] the states of the roots [B, 1] and the masks after them."""

@@ -28,7 +28,7 @@ class DFlashNet(Network):
     Attributes:
         first: The position of the block that predicts the first draft token: 0 if the root predicts
             too (`sample_from_anchor`), else 1.
-        places: How many positions predict a token.
+        predictions: How many positions predict a token.
     """
 
     mask_embedding: Tensor | None = None
@@ -38,7 +38,7 @@ class DFlashNet(Network):
         super().__init__(layers, vocabulary)
         self.settings, size = settings, self.width
         self.first = 0 if from_anchor else 1
-        self.places = int(settings["block_size"]) - self.first
+        self.predictions = int(settings["block_size"]) - self.first
         self.mask_token = int(settings["mask_token_id"])
         numbers = settings[INPUTS] or [layer + 1 for layer in settings[OUTPUTS]]
         self.hidden_layers = checkpoint.layers_read(numbers, vocabulary, described.name)

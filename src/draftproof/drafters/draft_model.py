@@ -34,7 +34,7 @@ from draftproof.model.target import Target
 from draftproof.weights.quantize import KINDS
 
 WIDTHS = (2, 4, 8)
-"""The most tokens of the first read of a round: the root, and the tokens committed since."""
+"""Widths of the first read of a round: the root, and the tokens committed since the last read."""
 CONFIDENCE_SCALE = 1.4
 """The scale for `Sampler.confidence` at which probabilities are calibrated."""
 SELF = "self-"
@@ -122,8 +122,8 @@ class DraftModel(Drafter):
         if self.chains:
             cache.keep(None, commit.count.clamp(max=self.scratch))
         else:
-            places = torch.arange(commit.tokens.shape[1], device=commit.nodes.device)
-            accepted = places < commit.count[:, None]
+            index = torch.arange(commit.tokens.shape[1], device=commit.nodes.device)
+            accepted = index < commit.count[:, None]
             cache.keep(commit.nodes, ((commit.nodes < self.scratch) & accepted).sum(1))
         return 1
 

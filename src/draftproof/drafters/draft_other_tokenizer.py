@@ -78,12 +78,12 @@ class OtherTokenizer(DraftModel):
         self.shared, self.free = shared, DraftModel(model, model.vocab_size)
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
-        places = 3 * capacity // 2 + 64                         # it may need more tokens
-        super().start(rows, places, ops)
+        room = 3 * capacity // 2 + 64                           # it may need more tokens
+        super().start(rows, room, ops)
         self.free = copy.copy(self.free)
         self.free.ops, self.free.cache = ops, self.cache
         device = self.shared.to_draft.device
-        self.draft_texts = torch.zeros(rows, places, dtype=torch.int64, device=device)
+        self.draft_texts = torch.zeros(rows, room, dtype=torch.int64, device=device)
         self.rows: list[OwnText] = []
 
     def observe(self, commit: Commit) -> None:

@@ -116,8 +116,8 @@ class FeatureDrafter(Drafter):
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        like, places = self.network.vocabulary, capacity + self.scratch
-        self.cache = KVCache.empty(self.network.shapes, rows, places, like.dtype, like.device)
+        like, slots = self.network.vocabulary, capacity + self.scratch
+        self.cache = KVCache.empty(self.network.shapes, rows, slots, like.dtype, like.device)
         self.rows = 0
 
     def fused(self, commit: Commit) -> tuple[KVCache, Tensor]:
@@ -188,7 +188,7 @@ class PairDrafter(FeatureDrafter):
         features = torch.cat([last[:, None], features], 1)
         self._read(cache, features[:, :-1], TokenTree.chain(commit.tokens))
         cache.keep(None, commit.count)
-        last.copy_(at_places(features, commit.count[:, None])[:, 0])
+        last.copy_(gather_states(features, commit.count[:, None])[:, 0])
 
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
@@ -201,7 +201,7 @@ class PairDrafter(FeatureDrafter):
         def read(tree: TokenTree, first: int) -> Tensor:
             before = self.last[:rows, None]
             if first:
-                before = at_places(torch.cat(made, 1), tree.parents[:, first:])
+                before = gather_states(torch.cat(made, 1), tree.parents[:, first:])
             hidden, features = self._read(self.cache.rows(0, rows), before, tree, first)
             made.append(features)
             return self.network.logits(hidden)
@@ -223,9 +223,9 @@ class PairDrafter(FeatureDrafter):
         return made
 
 
-def at_places(states: Tensor, places: Tensor) -> Tensor:
-    """[B, n, H] the states [B, N, H] at places [B, n]."""
-    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
+def gather_states(states: Tensor, index: Tensor) -> Tensor:
+    """[B, n, H] the states [B, N, H] at `index` [B, n]."""
+    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def fill(module: nn.Module, tensors: Mapping[str, Tensor], like: Vocabulary, name: str) -> None:

@@ -27,9 +27,9 @@ from draftproof.drafters.features import (
     NODES,
     WIDTH,
     Reader,
-    at_places,
     drawn_chain,
     fill,
+    gather_states,
 )
 from draftproof.errors import DrafterMismatch
 from draftproof.forward.assistant_layers import MODEL_TYPES, AssistantLayers
@@ -64,7 +64,7 @@ class GemmaAssistant(Drafter):
 
     def observe(self, commit: Commit) -> None:
         assert commit.hidden is not None, "it reads the target's last hidden states"
-        last = at_places(commit.hidden[:, :, 0], commit.count[:, None] - 1)
+        last = gather_states(commit.hidden[:, :, 0], commit.count[:, None] - 1)
         self.hidden[commit.rows[0] : commit.rows[-1] + 1] = last[:, 0]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class GemmaAssistant(Drafter):
         def read(tree: TokenTree, first: int) -> Tensor:
             hidden, tokens = self.hidden[:rows, None], tree.tokens[:, first:].clamp(min=0)
             if first:
-                hidden = at_places(torch.cat(made, 1), tree.parents[:, first:])
+                hidden = gather_states(torch.cat(made, 1), tree.parents[:, first:])
             nodes = tokens.shape[1]
             seen = {kind: mask.expand(-1, -1, nodes, -1) for kind, mask in masks.items()}
             states, after = self.layers(

@@ -64,6 +64,6 @@ def _known(head: DraftHead, features: Features, vocabulary: Vocabulary) -> Tenso
     known = head.token_map
     if known is None:
         return features.tokens
-    places = torch.full((vocabulary.vocab_size,), -1, dtype=torch.int64, device=known.device)
-    places[known] = torch.arange(len(known), device=known.device)
-    return places[features.tokens.clamp(0, vocabulary.vocab_size - 1)]
+    draft_ids = torch.full((vocabulary.vocab_size,), -1, dtype=torch.int64, device=known.device)
+    draft_ids[known] = torch.arange(len(known), device=known.device)
+    return draft_ids[features.tokens.clamp(0, vocabulary.vocab_size - 1)]

@@ -81,13 +81,13 @@ LAYOUTS = (
     MTPLayout(r"model\.mtp_layers\.(\d+)\.", MIMO, hidden_first=True, first_zero=True),
     MTPLayout(r"model\.(?:language_model\.)?layers\.(\d+)\.", DEEPSEEK, counts_on=True),
 )
-"""In a model's own checkpoint."""
+"""Layouts in a model's own checkpoint."""
 ALONE = (
     MTPLayout(BODY + r"(?:mtp\.)?(?=fc\.|pre_fc_norm_|layers\.\d+\.|norm\.)", QWEN),
     MTPLayout(r"mtp_layers\.(\d+)\.", MIMO),
     *LAYOUTS[1:],
 )
-"""In a folder or file of their own; `speculators` has MiMo's names in Qwen's order."""
+"""Layouts in a folder or file of their own; `speculators` has MiMo's names in Qwen's order."""
 COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 """Settings that say how many layers there are."""
 HARMLESS = {

@@ -17,7 +17,7 @@ from draftproof.cache.kv_cache import KVCache
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.tree import TokenTree
-from draftproof.drafters.features import FeatureDrafter, Reader, at_places
+from draftproof.drafters.features import FeatureDrafter, Reader, gather_states
 from draftproof.forward.draft_layers import masks
 
 
@@ -38,7 +38,7 @@ class SeveralLayers(FeatureDrafter):
         tree, place = TokenTree.chain(commit.tokens), commit.count[:, None]
         for number in range(len(self.network.layers)):
             features = torch.cat([last[:, number, None], features], 1)
-            last[:, number] = at_places(features, place)[:, 0]
+            last[:, number] = gather_states(features, place)[:, 0]
             features = self._layer(number, cache, features[:, :-1], tree, 0)
         cache.keep(None, commit.count)
 
@@ -58,7 +58,7 @@ class SeveralLayers(FeatureDrafter):
                 if first == 0:
                     before = self.last[:rows, number, None]
                 elif number >= depth:
-                    before = at_places(torch.cat(made[number - 1], 1), tree.parents[:, first:])
+                    before = gather_states(torch.cat(made[number - 1], 1), tree.parents[:, first:])
                 else:
                     new.append(None)
                     continue

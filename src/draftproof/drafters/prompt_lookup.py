@@ -23,7 +23,7 @@ from draftproof.native.kernels import Kernels
 from draftproof.native.trees import TreeBuffer, texts_of
 
 NEAR = 32
-"""The most earlier occurrences of the last token to compare, those with the same token before
+"""The most earlier occurrences of the last token that are compared; those after the same token come
 first."""
 PLACES = 4
 """Matches whose continuations are drafted."""

@@ -153,7 +153,7 @@ class SuffixIndex:
         self.text, self.cursor = torch.full((1,), ABSENT, dtype=torch.int64, device=device), 0
         self.owners = torch.zeros_like(self.text)           # of each token of the text
         self.tags = torch.zeros(size, dtype=torch.int32, device=device)
-        self.places = torch.zeros(size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
         self.counts = torch.zeros(size, dtype=torch.float32, device=device)
         self.sizes = torch.tensor(SIZES, device=device)
         dice, shape = torch.Generator().manual_seed(0), (2, len(SIZES), SIZES[0])
@@ -174,8 +174,9 @@ class SuffixIndex:
     def in_c(self) -> Structure:
         """The index for the C library."""
         return structure("Index")(
-            self.text, self.places, self.owners, self.tags, self.counts, self.context, self.sizes,
-            len(self.text), len(SIZES), SLOTS, self.slots, self.shift, _FOLLOW, _SCATTER, ABSENT
+            self.text, self.positions, self.owners, self.tags, self.counts, self.context,
+            self.sizes, len(self.text), len(SIZES), SLOTS, self.slots, self.shift, _FOLLOW,
+            _SCATTER, ABSENT
         )
 
     def hash(
@@ -213,7 +214,7 @@ def learn_text(index: SuffixIndex, rows: Rows, tokens: Tensor, count: Tensor) ->
     index.counts[entry] = torch.where(index.tags[entry] == tag, index.counts[entry], 0)
     ones = torch.ones_like(entry, dtype=torch.float32)
     index.counts.scatter_add_(0, entry.flatten(), ones.flatten())
-    index.tags[entry], index.places[entry] = tag, place[..., None].expand_as(entry)
+    index.tags[entry], index.positions[entry] = tag, place[..., None].expand_as(entry)
     last = count[:, None] + torch.arange(SIZES[0], device=tokens.device)
     tail.copy_(text.gather(1, last))
     end += count
@@ -247,13 +248,13 @@ def continue_text(
 def _successors(
     index: SuffixIndex, context: Tensor, rows: Rows, own_weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities and places of the successors of `context` [B, L], by size and slot.
+    """Probabilities and positions of the successors of `context` [B, L], by size and slot.
 
     Both [B, O * S], the largest contexts first."""
     unknown = torch.full_like(context[:, :1], ABSENT)
     entry, none = index.hash(context, unknown, rows.owner[:, None])                     # [B, O]
     entry = entry[..., None] + torch.arange(SLOTS, device=entry.device)                 # [B, O, S]
-    place = index.places[entry]
+    place = index.positions[entry]
     token = index.text[place]
     same = index.tags[entry] == none[..., None] + (token.int() + 1) * _FOLLOW
     alive = same & (context[:, SIZES[0] - index.sizes, None] != ABSENT) & (token != ABSENT)

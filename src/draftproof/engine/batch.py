@@ -90,8 +90,8 @@ class Batch:
         """Let samples run whose prompts were read into the rows after the running ones."""
         first, width, device = len(self.running), self.text.shape[1], self.text.device
         lines = [[*row.prompt, *[0] * (width - len(row.prompt))] for row, *_ in groups]
-        places = torch.arange(first, first + len(groups), device=device)
-        self.text.index_copy_(0, places, torch.tensor(lines, device=device))
+        rows = torch.arange(first, first + len(groups), device=device)
+        self.text.index_copy_(0, rows, torch.tensor(lines, device=device))
         copies = [first + place for place, samples in enumerate(groups) for _ in samples]
         self.running += [row for samples in groups for row in samples]
         self.reorder([*range(first), *copies])

@@ -9,15 +9,14 @@ from statistics import median
 LEAST = 4
 """Tokens of the shortest chunk. Reading all weights for less is not worth it."""
 SHARE = 1.4
-"""Seconds of a chunk that has a pass of its own, as a multiple of a usual round. The round after
-such a chunk drafts no more tokens than the chunk has, so a stream waits for less than three usual
-rounds."""
+"""Seconds of a pass that reads only a chunk, as a multiple of a usual round. The next round drafts
+no more tokens than the chunk has, so a stream waits for less than three usual rounds."""
 TOGETHER = 1.5
 """Seconds of a round whose pass also reads a chunk, as a multiple of a usual round."""
 GROWTH = 1.3
-"""The most by which chunks grow at a time: how long larger ones take is not known yet."""
+"""Chunks grow by at most this factor at a time, since the time for larger ones is not known yet."""
 KNOWN = 31
-"""The usual round is the median of so many."""
+"""The number of rounds whose median is the usual round."""
 
 
 class ChunkBudget:

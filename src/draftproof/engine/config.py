@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from draftproof.model.loading import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_TREE_NODES = 1024
-"""Draft tokens per round beyond which a tree is a typing error."""
+"""A tree with this many draft tokens per round is taken for a typing error."""
 TRAINING_FREE = ("none", "portfolio", "prompt-lookup", "suffix", "recycling")
 """Drafters without a model or heads of their own."""
 NAMED = (*TRAINING_FREE, "medusa", "redrafter", "mtp", "self-int8", "self-int4", "self-layers:N")
-"""Drafters known by name; else a drafter is a folder or `module:Class`."""
+"""Drafters known by name. Any other drafter is a folder or `module:Class`."""
 RULES = ("match", "rejection", "block")
 """The exact acceptance rules."""
 WEIGHT_KINDS = ("int8", "int4", "fp8")
@@ -56,7 +56,8 @@ _KINDS: dict[str, tuple[Any, str, str]] = {
     "bucket_size": (int, "", "a whole number"), "shapes": ((), "closed", "a ShapePolicy"),
     "ignore_generation_config": (str, "", "names with commas between them"),
 }
-"""Options that may be of these types, or of any that has this attribute; and that in words."""
+"""For each option, the types that it may have, an attribute that makes any other type acceptable,
+and both in words."""
 
 
 def option(
@@ -122,24 +123,23 @@ class EngineConfig:
         None, "Draft with this smaller model: demo-draft, a folder, a .gguf file or a hub id.",
         "MODEL")
     drafter: str | Path | Drafter | None = _drafting(
-        None, "What drafts: portfolio, prompt-lookup, suffix, recycling or none, which need "
-        "nothing; mtp, with the checkpoint's own layers; self-int8, self-int4 or self-layers:N, "
-        "with the model itself; medusa, redrafter, smollm2-135m-medusa, smollm2-135m-redrafter or "
-        "qwen2.5-coder-1.5b-redrafter, with heads that come with the package; a folder of heads, "
-        "EAGLE-3 or DFlash; MODULE:CLASS of your own. A+B merges two. Default: portfolio, with the "
-        "package's heads for Qwen2.5-Coder-1.5B.", "NAME")
+        None, "The drafter. Without training: portfolio, prompt-lookup, suffix, recycling; none "
+        "decodes without drafts. With the checkpoint's MTP layers: mtp. With the model itself: "
+        "self-int8, self-int4, self-layers:N. With bundled heads: medusa, redrafter, "
+        "smollm2-135m-medusa, smollm2-135m-redrafter, qwen2.5-coder-1.5b-redrafter. Or a folder of "
+        "Medusa or ReDrafter heads, EAGLE-3 or DFlash, or your own MODULE:CLASS. A+B merges two. "
+        "Default: portfolio; for Qwen2.5-Coder-1.5B, with the bundled heads.", "NAME")
     budget: int | Budget | None = _drafting(
-        None, "Draft K tokens per round. Default: as many as pay, measured as it runs.", "K",
+        None, "Draft K tokens per round. Default: tuned while it runs, down to none.", "K",
         flags=("--max-draft-tokens", "--num-assistant-tokens"), type=int | None)
     draft_tree: str | TreeShape | None = _drafting(
-        None, "Shape of the draft tree: children per node, level by level, as in 3,2,1; or the "
+        None, "Shape of the draft tree: children per node, level by level, such as 3,2,1; or the "
         "name of a published tree. Default: a chain, or the most likely paths.", "TREE")
     acceptance: str | None = _drafting(
-        None, "match keeps the text, rejection and block keep its distribution. Default: match.",
-        "RULE",
-        choices=RULES)
+        None, "Acceptance rule: match gives the same text, rejection and block the same "
+        "distribution. Default: match.", "RULE", choices=RULES)
     lossy: str | bool | Typical | None = _drafting(
-        None, "Accept tokens that are likely enough: another distribution than the model's. "
+        None, "Also accept other tokens that are likely enough, which changes the distribution. "
         "Default: off.", "typical[:E,D]")
     dtype: str | torch.dtype | None = _model(
         None, "bfloat16, float16, float32 or float64. Default: the checkpoint's, or float32 where "
@@ -147,35 +147,35 @@ class EngineConfig:
     device: str | None = _model(
         None, "cpu, cuda, cuda:1, hpu, ... Default: an accelerator if PyTorch finds one.", "DEVICE")
     quantize: str | None = _model(
-        None, "Quantise the weights to int8, int4 or fp8: faster, and another text. Default: off.",
+        None, "Quantise the weights to int8, int4 or fp8: faster, but the text changes. Default: "
+        "off.",
         "KIND", choices=WEIGHT_KINDS)
     quantize_draft: str | None = _model(
-        None, "Quantise the draft model to int8, int4 or fp8, or to none: faster, and the same "
-        "text. Default: int8 if it then predicts nearly the same.", "KIND",
+        None, "Quantise the draft model to int8, int4 or fp8, or not at all with none: faster, and "
+        "the text stays the same. Default: int8 if its predictions hardly change.", "KIND",
         choices=(*WEIGHT_KINDS, "none"))
     kv_cache: str | None = _model(
-        None, "Store keys and values in int8 or fp8: half the memory, and another text. "
-        "Default: off.", "KIND",
-        choices=("int8", "fp8"))
+        None, "Store keys and values in int8 or fp8: half the memory, but the text changes. "
+        "Default: off.", "KIND", choices=("int8", "fp8"))
     parallel: str | None = _hardware(
-        None, "Shard the model over the ranks of torchrun: tensor (transformers' own) or "
-        "deepspeed. Default: off.", "ENGINE", choices=("tensor", "deepspeed"))
+        None, "Shard the model over the ranks of torchrun, by tensor (transformers) or deepspeed. "
+        "Default: off.", "ENGINE", choices=("tensor", "deepspeed"))
     graphs: bool = _hardware(
-        False, "Record forward passes and replay them, on a Gaudi or the --device named.",
+        False, "Record forward passes and replay them, on Gaudi or on the given --device.",
         flags=("--use-hpu-graphs",), type=bool)
     bucket_size: int | None = _hardware(
-        None, "Static shapes, with room for texts in multiples of N tokens. Default: dynamic, but "
-        "on a Gaudi.", "N", type=int | None)
+        None, "Use static shapes, padded to multiples of N tokens. Default: dynamic shapes, except "
+        "on Gaudi.", "N", type=int | None)
     compile: bool = _hardware(
-        False, "Let torch.compile build the forward passes; the first text waits for it.",
+        False, "Compile the forward passes with torch.compile; the first text takes longer.",
         type=bool)
     exact_bits: bool = _hardware(
-        False, "Give each token the same bits alone and among drafts, on a GPU too.", type=bool)
+        False, "Compute each token with the same bits as without drafts, on a GPU too.", type=bool)
     trust_remote_code: bool = _model(
-        False, "Run the code that comes with a model. It can do whatever you can: read it first.",
+        False, "Run the code that comes with a model. It has all your permissions: read it first.",
         type=bool)
     ignore_generation_config: str | None = _model(
-        None, "Ignore these settings of the model's generation_config, as in num_beams,top_k. "
+        None, "Ignore these settings of the model's generation_config, such as num_beams,top_k. "
         "Default: none.", "NAMES")
     tokenizer: PreTrainedTokenizerBase | str | Path | None = _model(
         None, "Use another tokenizer: a folder or a hub id. Default: the model's.", "FOLDER",

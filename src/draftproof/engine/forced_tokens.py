@@ -85,9 +85,9 @@ def _follows(texts: Tensor, drafts: Tensor, count: Tensor) -> Tensor:
     """[B, M] whether the path to each node, [B, M, D] tokens, is part of the forced text or
     continues it."""
     wide = min(texts.shape[2], drafts.shape[1])
-    places = torch.arange(wide, device=texts.device)
+    positions = torch.arange(wide, device=texts.device)
     same = (texts[:, :, :wide] == drafts[:, None, :wide]) | (texts[:, :, :wide] == NO_TOKEN)
-    return (same | (places > count)[:, None]).all(-1)
+    return (same | (positions > count)[:, None]).all(-1)
 
 
 def _chain(tree: TokenTree, drafts: Tensor, count: Tensor) -> TokenTree:
@@ -98,13 +98,13 @@ def _chain(tree: TokenTree, drafts: Tensor, count: Tensor) -> TokenTree:
         torch.nn.functional.pad(tokens, (0, nodes - tokens.shape[1]), value=ABSENT)
         for tokens in (tree.tokens, drafts)
     )
-    places = torch.arange(nodes, device=drafts.device)
-    keeps = ((proposed == wanted) | (places > count)).all(1, keepdim=True)
+    positions = torch.arange(nodes, device=drafts.device)
+    keeps = ((proposed == wanted) | (positions > count)).all(1, keepdim=True)
     tokens = torch.where(keeps, proposed, wanted)
     probs = tree.draft_probs
     if probs is not None:
         probs = torch.nn.functional.pad(probs, (0, 0, 0, nodes - probs.shape[1]))
         certain = torch.zeros_like(probs).scatter_(2, tokens.clamp(min=0)[..., None], 1.0)
-        is_forced = (places > 0) & (places <= count)
+        is_forced = (positions > 0) & (positions <= count)
         probs = torch.where(is_forced[..., None], certain, probs)
     return TokenTree.chain(tokens, probs)

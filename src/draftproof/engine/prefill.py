@@ -23,9 +23,9 @@ from draftproof.errors import BadInput
 from draftproof.model.target import Target
 
 SHORT, TOGETHER = 64, 256
-"""The most tokens of a prompt that is read together with others, and of all these prompts padded to
-the longest. Our fused layers read no wider passes: they read longer prompts in chunks of this
-size, with the same bits as rounds."""
+"""The most tokens of a prompt that is read together with others, and the most tokens of all these
+prompts, padded to the longest. Our fused layers read no wider passes. They read longer prompts in
+chunks of this size, with the same bits as rounds."""
 
 
 class Prompts:

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof.cache.kv_cache import KVCache
 
 LEAST = 16
-"""Reading fewer tokens takes less time than looking them up and copying them."""
+"""Shorter beginnings are not looked up: it takes less time to read them than to copy them."""
 
 
 States = dict[int, list[Tensor]]

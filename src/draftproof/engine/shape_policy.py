@@ -77,4 +77,4 @@ class ShapePolicy:
 
 
 OPEN = ShapePolicy()
-"""As needed."""
+"""Shapes as they come."""

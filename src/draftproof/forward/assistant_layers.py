@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from draftproof.errors import DrafterMismatch, first_line
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-"""Of assistants, in their config.json."""
+"""The `model_type` of assistants in their config.json."""
 
 
 class AssistantLayers(nn.Module):

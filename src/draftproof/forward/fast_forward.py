@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from draftproof.cache.kv_layer import KVLayer
 
 SHAPES = 64
-"""Shapes of one forward that are compiled, at the most."""
+"""The most shapes for which a forward is compiled."""
 QUERIES = 4
-"""Attention is never asked for fewer: with AMX one query rounds differently from several, with
-AVX-512 alone up to three do."""
+"""Attention is computed for at least so many queries. With AMX one query rounds differently from
+several, with AVX-512 alone up to three do."""
 
 
 class FastForward:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from draftproof.forward.fast_forward import FastForward
 
 NODES = 64
-"""Wider reads, prefill above all, are quicker with torch's own attention."""
+"""The most nodes of a read. Wider reads, such as prefill, are faster with torch's own attention."""
 
 
 class Tables(NamedTuple):
@@ -152,7 +152,7 @@ class FusedForward:
             kept.setdefault(number % (count + 1), torch.empty_like(last))
         places = addresses([kept.get(number) for number in range(count)]) if hidden_layers else None
         self.kernels(
-            "forward", read, self._model, cache.stores.places, tokens, last, logits, places,
+            "forward", read, self._model, cache.stores.pointers, tokens, last, logits, places,
             torch.empty(rows * width * self._work, dtype=torch.bfloat16)
         )
         if not hidden_layers:
@@ -171,7 +171,7 @@ class FusedForward:
         each = width * (self.head.size + self._work) + self.head.outputs
         done = self.kernels(
             # the kernel makes the parents
-            "chain", self._read(rows, text, 0, cache), self._model, cache.stores.places, text,
+            "chain", self._read(rows, text, 0, cache), self._model, cache.stores.pointers, text,
             text.shape[1], positions, cache.lengths, width, steps, nodes, *draft_sampling, ABSENT,
             tokens, ranks, read, torch.empty(rows * each, dtype=torch.bfloat16)
         )

@@ -94,7 +94,7 @@ _ENDS = {
     "eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "embed_tokens": "embed_tokens",
     "shared_head.norm": "shared_head_norm", "shared_head.head": "shared_head_head",
 }  # fmt: skip
-"""What is around a layer for multi-token prediction, in a checkpoint and in a file."""
+"""Tensors around a layer for multi-token prediction, in a checkpoint and in a file."""
 
 
 def _check_kind(file: GGUFFile) -> None:
@@ -261,8 +261,8 @@ def paired_rows(rows: int, heads: int) -> Tensor:
         rows: The number of rows of the matrix of queries or keys.
         heads: The number of heads to which these rows belong.
     """
-    places = torch.arange(rows).view(heads, -1, 2)
-    return places.transpose(1, 2).reshape(-1)
+    index = torch.arange(rows).view(heads, -1, 2)
+    return index.transpose(1, 2).reshape(-1)
 
 
 # rotary position embedding
@@ -272,7 +272,7 @@ _LLAMA3: tuple[dict[str, Any], ...] = tuple(
     {"low_freq_factor": 1.0, "high_freq_factor": high, "original_max_position_embeddings": 8192}
     for high in (4.0, 1.0)
 )
-"""Of every published Llama 3, and of Llama 4; a file holds the factors alone."""
+"""The scaling of every published Llama 3, and of Llama 4; a file holds only the factors."""
 
 
 def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:

@@ -230,4 +230,4 @@ MIXTURES = {
     "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", _GPT_OSS, more=_gpt_oss,
                       restorers=_gpt_oss_restorers),
 }  # fmt: skip
-"""By the architecture's name in llama.cpp."""
+"""Families with mixtures of experts, by the architecture's name in llama.cpp."""

@@ -17,7 +17,7 @@ PARAMETERS = (
     "router.per_expert_scale", "layer_scalar", "self_attn.sinks", "linear_attn.A_log",
     "linear_attn.dt_bias",
 )  # fmt: skip
-"""How names of modules begin that are parameters of their own, without `.weight`."""
+"""Prefixes of names that are parameters of their own, without `.weight`."""
 UNSHIFTED = ("linear_attn.norm",)
 """Norms to which nothing is added in any architecture."""
 

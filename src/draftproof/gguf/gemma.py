@@ -138,4 +138,4 @@ GEMMAS = {
     "gemma4": Family("Gemma4ForCausalLM", "gemma4_text", _GEMMA4, more=_gemma4,
                      layer_of=_gemma4_layer, outside=_OUTSIDE),
 }  # fmt: skip
-"""By the architecture's name in llama.cpp."""
+"""The Gemma families, by the architecture's name in llama.cpp."""

@@ -190,4 +190,4 @@ HYBRIDS = {
                    restorers=_lfm2_restorers,
                    norm=("model.embedding_norm.weight", "token_embd_norm.weight")),
 }  # fmt: skip
-"""By the architecture's name in llama.cpp."""
+"""Families with recurrent layers, by the architecture's name in llama.cpp."""

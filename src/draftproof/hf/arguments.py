@@ -17,16 +17,16 @@ READ_HERE = ("attention_mask", "position_ids", "past_key_values", "use_cache", "
              "cache_position", "token_type_ids", "encoder_outputs", "decoder_attention_mask",
              "decoder_position_ids", "cache_params", "cache", "mm_encoder_outputs",
              "mm_token_type_ids")  # fmt: skip
-"""Model arguments that transformers makes for every model."""
+"""Model arguments that transformers passes for every model."""
 HONOURED = (
     "max_time", "num_return_sequences", "watermarking_config", "sequence_bias", "top_h",
     "typical_p", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty",
     "exponential_decay_length_penalty",
 )  # fmt: skip
-"""Of the configuration, what transformers or its processors and criteria do before we are asked."""
+"""Settings that transformers, its processors or its criteria apply before we are called."""
 NOT_MADE = ("output_attentions", "output_hidden_states", "assistant_ensemble_weight",
             "speculation_type", "use_mtp", "is_assistant")  # fmt: skip
-"""Outputs, and ways to draft that are lossy or need what is not handed on."""
+"""Outputs that are not made, and ways to draft that are lossy or need what we are not given."""
 
 
 def _holds_text(cache: Cache | None) -> bool:

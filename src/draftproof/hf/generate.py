@@ -52,9 +52,9 @@ WARPERS = {TemperatureLogitsWarper: "temperature", TopKLogitsWarper: "top_k",
            TopPLogitsWarper: "top_p", MinPLogitsWarper: "min_p"}  # fmt: skip
 """Processors that are options of ours, in the order in which both apply them."""
 ENGINES = 4
-"""Kept with a model."""
+"""The attribute of a model that keeps its engines."""
 ENCODED = ("encoder_outputs", "attention_mask", "decoder_attention_mask")
-"""What a forward of an encoder-decoder is given besides its text."""
+"""Arguments of an encoder-decoder's forward other than its text."""
 
 
 class _Engines(dict[tuple[object, ...], Engine]):

@@ -10,7 +10,7 @@ from draftproof.errors import BadInput, first_line
 from draftproof.model.loading import load_model, resolve
 
 ADAPTER = "adapter_config.json"
-"""The file by which a folder of peft's is known."""
+"""The file by which a folder of peft's is recognised."""
 
 
 class MergedAdapter:

@@ -82,7 +82,7 @@ class EncoderDecoder(ModuleTarget):
     is_encoder_decoder = True
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
-        # its texts parted from its own forward when it was examined
+        # its texts parted from its own forward when it was checked
         if model.config.model_type == "led":
             raise UnsupportedModel(
                 f"{type(model).__name__} has an encoder that does not say the same of a text each "

@@ -18,9 +18,9 @@ from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.model.target import Target
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Chains tried, in nodes."""
+"""Lengths of the chains that are tried, in nodes."""
 LEAD = 24
-"""Tokens read before what is compared."""
+"""Tokens before those that are compared."""
 
 
 class Exactness(NamedTuple):
@@ -42,7 +42,7 @@ class Exactness(NamedTuple):
     exact_tree_nodes: int
 
     @property
-    def promise(self) -> str:
+    def guarantee(self) -> str:
         """One sentence on what this model guarantees on this machine."""
         if self.exact_nodes < 2:
             return "exact up to rounding: a near-tie may fall either way when shapes change"

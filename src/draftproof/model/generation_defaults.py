@@ -24,11 +24,11 @@ FIELDS = {
     "min_new_tokens": "min_new_tokens", "max_new_tokens": "max_new_tokens",
     "max_length": "max_length", "bad_words_ids": "banned_words", "stop_strings": "stop",
 }  # fmt: skip
-"""What is an option here as well, and its name."""
+"""Fields that are options here, and their names here."""
 SAMPLED = ("temperature", "top_k", "top_p", "min_p")
-"""Options of sampling alone, named alike."""
+"""Fields that are options of the same name here, and only matter for sampling."""
 WHERE_SAMPLED = {"typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"}
-"""What is not honoured, and asks for nothing of greedy text."""
+"""Fields that are not honoured, and that do not matter for greedy text."""
 WITHOUT_EFFECT = (
     # of beams, which are refused, or of a prompt that is not there
     "early_stopping", "length_penalty", "bos_token_id", "pad_token_id", "decoder_start_token_id",
@@ -153,4 +153,4 @@ RULES: dict[str, Callable[[object, RuleContext], LogitsProcessor]] = {
 }
 """Rules on logits that transformers' own processors apply, in its order."""
 IN_ANY_TEXT = ("remove_invalid_values", "suppress_tokens")
-"""Those that look at scores alone."""
+"""Rules that read only the scores."""

@@ -19,9 +19,9 @@ WITHOUT_EFFECT = TOKENS | {
 }
 """Fields that change no text, or are read here under their own names."""
 SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
-"""What a configuration that samples asks for if it does not say, as in transformers."""
+"""The defaults of a configuration that samples, as in transformers."""
 FIELDS = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_new_tokens"}
-"""What is an option here as well, and its name."""
+"""Fields that are options here, and their names here."""
 
 
 def read_generation(folder: Path) -> dict[str, object] | None:

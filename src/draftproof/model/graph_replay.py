@@ -25,7 +25,7 @@ from draftproof.model.module_target import ModuleTarget
 from draftproof.model.target import Target
 
 NODES = 64
-"""Wider reads, of prompts above all, have enough to do for the device: they are not recorded."""
+"""Wider reads, such as those of prompts, are not recorded: they keep the device busy anyway."""
 
 
 def compiled(target: Target, backend: str = "inductor") -> Target:

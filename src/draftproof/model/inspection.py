@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CHECK_TREE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
 """The tree read at load."""
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""float64 has float32 inside."""
+"""By dtype. Models in float64 compute some parts in float32."""
 ROUNDS = ((3, (3, 3)), (1, (1, 1)), (4, (2, 4)), (4, (4, 1)), (1, (1, 1)), (5, (2, 3)), (2, (2, 2)))
 """Nodes read of each of two rows, and how many of them are committed; the others are rejected."""
 
@@ -50,7 +50,7 @@ def inspect(target: ModuleTarget) -> Facts:
         facts = replace(facts, **known)
     else:
         with place.save_if_slow() as verdict:
-            facts = examine(target)
+            facts = verify_forward(target)
             verdict |= {name: getattr(facts, name)
                         for name in ("reads_trees", "single_steps", "fast", "fused")}
     if (facts.has_states or target.is_encoder_decoder) and not alone:
@@ -67,7 +67,7 @@ def tolerance_of(model: PreTrainedModel) -> float:
     return TOLERANCES[torch.bfloat16 if rough else model.dtype]
 
 
-def examine(target: ModuleTarget) -> Facts:
+def verify_forward(target: ModuleTarget) -> Facts:
     """Compare a target's reads with the model's own forward without a cache.
 
     Our forward is used, with and without kernels, where it agrees on a tree as closely as a read

@@ -18,14 +18,14 @@ EMBEDDED = Path(__file__).parent.parent / "embedded"
 HEADS_PACKAGE = "draftproof_heads"
 """The package of the draft heads that are too large for a wheel of ours; a clone has them."""
 WEIGHTS = ("config.json", "adapter_config.json")
-"""Files by which a folder of a model, of draft heads or of an adapter is known."""
+"""Files by which a folder of a model, of draft heads or of an adapter is recognised."""
 
 
 def _embedded_folders() -> list[Path]:
     """Folders that contain a folder for each model or draft head."""
     package = find_spec(HEADS_PACKAGE)
-    places = package.submodule_search_locations if package is not None else None
-    return [EMBEDDED, *map(Path, places or ())]
+    locations = package.submodule_search_locations if package is not None else None
+    return [EMBEDDED, *map(Path, locations or ())]
 
 
 def embedded_folder(name: str) -> Path | None:

@@ -26,7 +26,7 @@ from draftproof.weights.token_table import TokenTable
 
 KINDS = ("int8", "int4")
 ROWS = 32
-"""Positions compared at a time: logits of a whole text would take as much memory as a model."""
+"""Positions compared at a time: the logits of a whole text would take as much memory as a model."""
 
 
 class KeptSource:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 BLUR = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""How far logits may move, relative to the largest, when sums are taken in parts."""
+"""How far logits may move, relative to the largest, when sums are computed in parts."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ProcessGroup:
 
 
 ALONE = ProcessGroup()
-"""One process."""
+"""The group of a single process."""
 
 
 def form_group(parallel: str | None) -> ProcessGroup:
@@ -265,4 +265,4 @@ def _on_stderr() -> Iterator[None]:
 
 
 ENGINES = {"tensor": _by_plan, "deepspeed": _by_deepspeed}
-"""What can cut a model."""
+"""Engines that can shard a model."""

@@ -29,8 +29,7 @@ HERE = Path(__file__).parent
 SOURCES = sorted(HERE.glob("*.c"))
 FLAGS = ("-std=gnu11", "-O3", "-pthread", "-Wno-psabi")
 SWITCH, ISA = "DRAFTPROOF_KERNELS", "DRAFTPROOF_ISA"
-"""Environment: 0 to do without the library; and the highest level to use of those that the
-processor has."""
+"""Environment variables: 0 disables the library; and the highest instruction set to use."""
 _AVX2 = "avx2 fma f16c bmi1 bmi2 abm movbe"
 _AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 _WIDE = "-march=x86-64-v4 -mavx512vnni"

@@ -168,8 +168,8 @@ def checked_values(
 
 def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[Any]:
     """Where tensors lie, for a pointer to pointers; they are kept alive."""
-    places = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    array: Any = (ctypes.c_void_p * len(tensors))(*places)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    array: Any = (ctypes.c_void_p * len(tensors))(*pointers)
     array.held = tuple(tensors)
     return cast("ctypes.Array[Any]", array)
 
@@ -182,7 +182,7 @@ class Structure(ctypes.Structure):
     """
 
     checks: ClassVar[tuple[Checked, ...]]
-    places: ClassVar[dict[str, int]]
+    indices: ClassVar[dict[str, int]]
     zeros: ClassVar[tuple[Value, ...]]
     derived: ClassVar[dict[str, Callable[[Any], int]]]
 
@@ -206,7 +206,7 @@ class Structure(ctypes.Structure):
 
     def pointed(self, name: str) -> Any:
         """The tensor, array or structure that was passed for a pointer; None for null."""
-        return self.held[self.places[name]]
+        return self.held[self.indices[name]]
 
 
 def size_helper(function: Callable[..., int]) -> Callable[..., int]:
@@ -292,7 +292,7 @@ def structure(name: str) -> type[Structure]:
         "_fields_": [(field.name, field.type) for field in fields],
         "checks": tuple(map(Checked.of, fields)),
         "zeros": tuple(None if field.pointee else 0 for field in fields), "derived": {},
-        "places": {field.name: place for place, field in enumerate(fields)},
+        "indices": {field.name: index for index, field in enumerate(fields)},
     })
 
 

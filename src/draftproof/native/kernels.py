@@ -27,7 +27,7 @@ from draftproof.native.threads import thread_count
 log = logging.getLogger("draftproof")
 
 WIDEST = 256
-"""Largest head of attention that the kernels read."""
+"""The largest attention head that the kernels read."""
 
 
 class Kernels:
@@ -119,7 +119,7 @@ class Stores:
             shapes = ", ".join(str(list(store.shape)) for store in stores)
             raise BadInput(f"the stores of a cache were {shapes}; they must be contiguous on the "
                            "CPU, with the same rows and the same capacity")
-        self.places = addresses(stores)
+        self.pointers = addresses(stores)
         self._heads = (ctypes.c_int64 * self.count)(*(store.shape[1] for store in stores))
         self._bytes = (ctypes.c_int64 * self.count)(
             *(store.stride(2) * store.element_size() for store in stores)
@@ -137,7 +137,7 @@ class Stores:
         """Move nodes [rows, D], ascending in each row, to the front of the scratch after `lengths`
         [rows], in all stores."""
         self.kernels(
-            "keep", self.places, self._heads, self._bytes, self.count, self.capacity, self.rows,
+            "keep", self.pointers, self._heads, self._bytes, self.count, self.capacity, self.rows,
             lengths, nodes, nodes.shape[1]
         )
 

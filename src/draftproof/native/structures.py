@@ -16,10 +16,9 @@ from draftproof.native.formats import BLOCKS, FORMATS, STRIP
 from draftproof.native.pages import enlarge
 
 WORDS = 16
-"""What the inputs of a linear layer, in words of 32 bits, are rounded up to."""
+"""The multiple, in words of 32 bits, to which the inputs of a linear layer are padded."""
 LANES = 16
-"""Numbers the kernels reckon with at a time, at most: where activations are read as they lie, there
-is a multiple of it."""
+"""The most numbers that the kernels compute at a time: sizes of activations are multiples of it."""
 
 Read, AttentionKind, Norm, Layer, Model, Embeddings = map(
     structure, ("Read", "AttentionKind", "Norm", "Layer", "Model", "Embeddings")

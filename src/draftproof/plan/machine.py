@@ -19,7 +19,7 @@ from draftproof.errors import BadInput
 LIGHT = "light"
 """Stands for what a drafter without weights costs besides its own drafting."""
 OVERHEAD = 1e-3
-"""Seconds of a round that no data sheet says: launches, the host."""
+"""Seconds of a round that no data sheet states: launches, the host."""
 PRESETS = {
     "a100": (2.04e12, 312e12), "h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12),
     "b200": (8.0e12, 2250e12), "l4": (0.30e12, 121e12), "l40s": (0.864e12, 362e12),

@@ -32,9 +32,9 @@ from draftproof.weights.quantize import weight_bytes
 from draftproof.weights.quantized_linear import QuantizedLinear
 
 REPLAYS = 5
-"""Of a configuration whose budget depends on the noise of its clock; the median counts."""
+"""Replays of a configuration whose budget depends on the noise of its clock; the median counts."""
 AUTO, PLAIN = "auto", "none"
-"""The budget that measures as it goes, as by default; the drafter that drafts nothing."""
+"""The adaptive budget, which is the default, and the drafter of plain decoding."""
 LEARNED = ("accepted", "offered", "hits", "tries", "chain", "per_unread")
 """What an adaptive budget has learned besides costs."""
 

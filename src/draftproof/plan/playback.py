@@ -71,7 +71,7 @@ class PlayedDrafter(Playback):
         super().__init__(texts, inner)
         self.inner, self.top_k_needed = inner, inner.top_k_needed
         if inner.top_k_needed:
-            self.starts = [0, *accumulate(len(text.tokens) for text in texts)]  # places in `top`
+            self.starts = [0, *accumulate(len(text.tokens) for text in texts)]  # positions in `top`
             known = [text.likeliest for text in texts if text.likeliest is not None]
             self.top = [torch.cat(parts) for parts in zip(*known, strict=True)]
 

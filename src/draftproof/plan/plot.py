@@ -98,8 +98,8 @@ def _draw_costs(axes: Axes, theme: Theme, plan: Plan) -> None:
 
 def _apart(lines: Sequence[tuple[float, str]]) -> list[float]:
     """Heights of labels at the ends of lines, with enough distance to be legible."""
-    gap, places = 0.06 * max(end for end, _ in lines), dict[int, float]()
+    gap, heights = 0.06 * max(end for end, _ in lines), dict[int, float]()
     below = float("-inf")
     for index in sorted(range(len(lines)), key=lambda index: lines[index][0]):
-        places[index] = below = max(lines[index][0], below + gap)
-    return [places[index] for index in range(len(lines))]
+        heights[index] = below = max(lines[index][0], below + gap)
+    return [heights[index] for index in range(len(lines))]

@@ -13,7 +13,7 @@ from draftproof.errors import BadInput
 from draftproof.plan.planner import AUTO, PLAIN, Plan, Prediction, begin_with
 
 EVEN = 0.05
-"""A speed-up that far from 1, or less, makes no difference."""
+"""A speed-up this close to 1 makes no difference."""
 
 
 def judged(speed_up: float, low: float, high: float, texts: int) -> str:

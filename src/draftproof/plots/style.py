@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 """Kinds of file that a figure can be written to."""
 DARK = "-dark"
-"""How the name of a file ends, before its suffix, that is drawn for dark pages."""
+"""A figure whose file name ends with this, before the suffix, is drawn for dark pages."""
 
 
 @dataclass(frozen=True)

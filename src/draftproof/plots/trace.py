@@ -92,11 +92,11 @@ class Trace:
         return codec.token_bytes[token] if codec is not None else f"[{token}]".encode()
 
     def _readable(self, tree: DraftTree) -> list[tuple[str, int, bool, str]]:
-        """Nodes with their text; places without a token are left out."""
-        places = [place for place, (token, *_) in enumerate(tree) if token >= 0]
-        numbers = {place: number for number, place in enumerate(places)}
+        """Nodes with their text; absent ones are left out."""
+        present = [place for place, (token, *_) in enumerate(tree) if token >= 0]
+        numbers = {place: number for number, place in enumerate(present)}
         return [(self._text(tree[place][0]), numbers.get(tree[place][1], -1), *tree[place][2:])
-                for place in places]
+                for place in present]
 
     def _text(self, token: int) -> str:
         return self._bytes(token).decode("utf-8", "replace")

@@ -23,7 +23,7 @@ OTHER_NAMES = {
 `Sampling`."""
 
 OFF: dict[str, tuple[int, Any]] = {"top_k": (-1, 0), "max_new_tokens": (-1, None)}
-"""Numbers by which others (vLLM, llama.cpp) say that an option is off, and how it is said here."""
+"""Numbers by which others (vLLM, llama.cpp) turn an option off, and our number for that."""
 
 UNSUPPORTED: dict[str, tuple[str, ...]] = {
     "OpenAI": (
@@ -81,7 +81,8 @@ UNSUPPORTED: dict[str, tuple[str, ...]] = {
         "max_context_length", "nsigma", "trim_stop",
     ),
 }  # fmt: skip
-"""By engine, what would change a text or what is reported of it, and that nothing here does."""
+"""By engine, options that would change a text or what is reported of it, and that nothing here
+implements."""
 
 _NAMES = frozenset(name for names in UNSUPPORTED.values() for name in names)
 
@@ -98,7 +99,7 @@ HARMLESS = frozenset({
     "xtc_threshold", "dynatemp_exponent", "mirostat_tau", "mirostat_eta", "repeat_last_n",
     "smoothing_curve", "pad_token_id", "bos_token_id", "parallel_tool_calls",
 })  # fmt: skip
-"""Names that change no text, whatever their value."""
+"""Options that change no text, whatever their value."""
 
 _ONE, _ZERO, _TRUE = (1,), (0,), (True,)
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
@@ -117,12 +118,12 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (-1, 0), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "modalities": (["text"],), "response_format": ({"type": "text"},), "eos_token_id": (),
 }  # fmt: skip
-"""Values that ask for nothing, besides null, false and what is empty."""
+"""Values that ask for nothing, in addition to null, false and empty ones."""
 _FALSE_COUNTS = frozenset((
     "eos_token_id", "enable_thinking", "think", "thinking", "reasoning",
     *(name for name, values in NO_OP_VALUES.items() if values is _TRUE),
 ))  # fmt: skip
-"""Names of which false asks for something."""
+"""Options for which false asks for something."""
 
 
 def is_neutral(name: str, value: Any) -> bool:

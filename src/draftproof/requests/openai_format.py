@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from draftproof.requests.prompts import Prompt
 
 NOT_DATA = ("processors", "stop_when", "logits_rules")
-"""Fields of a sampling that no file or request can hold."""
+"""Fields of `Sampling` that no file or request can hold."""
 PROMPTS = ("prompt", "messages", "turns", "text", "prompt_token_ids", "inputs")
-"""Fields a prompt is looked for in; of turns, the first is taken."""
+"""Fields that may hold the prompt; of turns, the first is taken."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message's reasoning: an answer may have nothing else."""
 SWITCHES = ("n", "do_sample", "ignore_eos")
-"""What a row may ask for besides the fields of a sampling."""
+"""What a row may ask for in addition to the fields of `Sampling`."""
 
 
 class ParsedRow(NamedTuple):

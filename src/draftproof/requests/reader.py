@@ -27,7 +27,7 @@ from draftproof.tokenizer.codec import Codec, Messages
 log = logging.getLogger("draftproof")
 
 NEW_TOKENS = 128
-"""New tokens per prompt when neither the call, the sampling nor the model says."""
+"""New tokens per prompt where neither the call nor the sampling nor the model limits them."""
 
 
 def note_copies(requests: Sequence[Request]) -> None:

@@ -39,7 +39,7 @@ class Update(NamedTuple):
             Stop strings never retract any of it.
         tokens: New token ids.
         logprobs: Their log-probabilities, if the request asks for them.
-        top_logprobs: The most likely tokens in their places, if the request asks for them.
+        top_logprobs: The most likely tokens at their positions, if the request asks for them.
         completion: The whole result, in the last update of a sequence; None before.
         tree: The tree that the round verified, if the request asks for draft trees.
         seconds: The time since the previous update, or since the request arrived.

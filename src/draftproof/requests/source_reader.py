@@ -21,7 +21,7 @@ from draftproof.requests.prompts import Prompt, split_prompts
 from draftproof.requests.reader import RequestReader
 
 OF_TEXT = {"input_ids", "attention_mask", "token_type_ids"}
-"""What tokenizers return."""
+"""Keys of what tokenizers return."""
 
 
 class SourceReader(RequestReader):
@@ -115,8 +115,8 @@ def _present(tensor: Tensor, mask: Tensor | None, name: str, strict: bool = True
         return tensor[:, mask[0].bool().to(tensor.device)]
     if strict:
         raise BadInput(
-            f"the mask of {name} has {mask.shape[1]} places, and they have {tensor.shape[1]}; give "
-            "rows without padding, one at a time"
+            f"the mask of {name} has {mask.shape[1]} positions, and they have {tensor.shape[1]}; "
+            "give rows without padding, one at a time"
         )
     return tensor
 

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 PARTS = ("prefill", "draft", "verify", "decide")
-"""What seconds are counted of."""
+"""Parts of a round, whose seconds are counted."""
 
 
 @dataclass

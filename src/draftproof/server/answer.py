@@ -88,10 +88,10 @@ class Answer(BaseAnswer):
 
     def _drawn(self, tree: DraftTree) -> list[tuple[str, int, bool, str]]:
         """The nodes of a draft with their text, without absent ones."""
-        places = [place for place, (token, *_) in enumerate(tree) if token >= 0]
-        number = {place: count for count, place in enumerate(places)}
+        present = [place for place, (token, *_) in enumerate(tree) if token >= 0]
+        number = {place: count for count, place in enumerate(present)}
         return [(self._text(tree[place][0]), number.get(tree[place][1], -1), *tree[place][2:])
-                for place in places]
+                for place in present]
 
     def _body(self, choices: list[dict[str, object]], **more: object) -> dict[str, object]:
         return {"id": self.id, "object": self.kind, "created": self.created,

@@ -17,7 +17,7 @@ SPELLINGS = {
     "guided_grammar": "grammar", "guided_json_object": "json_object", "json_schema": "json",
     "regex": "regex", "ebnf": "grammar", "grammar": "grammar",
 }  # fmt: skip
-"""Fields of a request, and the equivalent field of vLLM's `structured_outputs`."""
+"""Fields of a request, and the equivalent fields of vLLM's `structured_outputs`."""
 
 
 def split(options: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:

@@ -30,8 +30,8 @@ FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": "
 
 
 KEPT, LONGEST = 16, 1 << 18
-"""The most compiled grammars that are kept, and characters of a grammar. Long ones take much
-memory."""
+"""The most compiled grammars that are kept, and the most characters of a grammar. Long ones take
+much memory."""
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const",
            "enum")  # fmt: skip
 """Keywords of a JSON schema with numbers that restrict the text."""

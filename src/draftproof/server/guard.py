@@ -22,9 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from draftproof.server.problems import problem
 
 LARGEST_BODY = 8 << 20
-"""Bytes of a request's body."""
+"""The most bytes of a request's body."""
 LARGEST_HEAD = 64 << 10
-"""Bytes of its headers."""
+"""The most bytes of a request's headers."""
 OPEN = ("/", "/health")
 """Paths that need no API key."""
 SAFE = ("GET", "HEAD", "OPTIONS")

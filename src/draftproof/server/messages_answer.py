@@ -17,7 +17,7 @@ from draftproof.server.output_reader import OutputReader
 from draftproof.server.problems import MESSAGES, error_body, status_of
 
 STOPS = {"length": "max_tokens", "tool_calls": "tool_use"}
-"""Anthropic's stop reasons, by OpenAI's; any other is the end of the turn."""
+"""Anthropic's stop reasons for OpenAI's finish reasons; any other is the end of the turn."""
 
 
 class MessagesAnswer(BaseAnswer):

@@ -14,7 +14,7 @@ from draftproof.errors import BadInput, DraftproofError
 
 CODES = {401: "invalid_api_key", 408: "request_timeout", 413: "request_too_large",
          429: "rate_limit_exceeded", 504: "timeout"}
-"""Codes of errors without their own code, by HTTP status."""
+"""The code of an error that has none of its own, by HTTP status."""
 MESSAGES = "/v1/messages"
 """Paths whose errors have Anthropic's format."""
 ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",

@@ -21,7 +21,7 @@ from draftproof.gguf.tokenizer import GGUFTokenizer, tokenizer_of
 from draftproof.native.build import cache_folder
 
 CACHE_SWITCH = "DRAFTPROOF_CACHE"
-"""Environment: 0 to keep nothing."""
+"""Environment variable; 0 disables the cache."""
 
 
 class Encoded(dict[str, Any]):

@@ -19,7 +19,7 @@ from draftproof.tokenizer.fast_tokenizer import FastTokenizer
 from draftproof.weights.disk_cache import kept_of_files
 
 FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
-"""One of these is in a folder with a tokenizer."""
+"""A folder with a tokenizer has one of these files."""
 OVERRIDES = {"_decode", "decode", "_encode_plus", "apply_chat_template", "__call__"}
 """Methods by which a class of transformers does more than its backend."""
 

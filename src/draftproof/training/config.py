@@ -17,7 +17,7 @@ from draftproof.training.texts import DataConfig
 _loop_option, _text_option = partial(option, panel="Training"), partial(option, panel="Text")
 _number = int | None
 DRAFTED = 8192
-"""Tokens of the draft vocabulary, if nobody says, of a target that knows four times as many."""
+"""The default size of the draft vocabulary, for targets with at least four times as many tokens."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,17 @@ class TrainConfig:
     """Options of training; its length is given by steps, or else by epochs."""
 
     steps: int | None = _loop_option(
-        None, "Number of steps. Default: as many as the epochs have.", metavar="N", type=_number)
+        None, "Number of steps. Default: that of --epochs.", metavar="N", type=_number)
     epochs: float = _loop_option(2.0, "Number of epochs.", metavar="N", type=float)
     learning_rate: float | None = _loop_option(
-        None, "Highest learning rate. Default: by the width of the target.",
+        None, "Peak learning rate. Default: depends on the target's hidden size.",
         flags=("--lr",), metavar="X", type=float | None)  # fmt: skip
     objective: str = _loop_option(
         "ce", "Loss: ce, or kl to distill from the target.", metavar="NAME", type=str
     )
     draft_vocab: int | None = _loop_option(
         None, "Draft only the N most common tokens of the training text. Default: 8192 if the "
-        "target knows 32,768 or more, else all.",
+        "target has 32,768 or more, else all.",
         metavar="N", type=_number)  # fmt: skip
     length: int | None = _loop_option(
         None, "Tokens per row. Default: 512, or the context of the target.",

@@ -18,7 +18,8 @@ from draftproof.training.rows import Batch, Batches
 CACHED, MEMORY = 1 << 24, 1 << 30
 """Bytes of logits made at a time: what a CPU's caches hold, and a small part of other memories."""
 KEPT = 2 << 30
-"""Bytes of hidden states that a CPU keeps, so as to read each text once and not in every epoch."""
+"""Bytes of hidden states that a CPU keeps, so that each text is read once and not in every
+epoch."""
 FITTED = 100_000
 """Tokens in the loss from which a head's first weights are solved."""
 

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from draftproof.model.loading import PreTrainedModel
 
 DROPOUT = 0.05
-"""Of the adapters, which sit at every linear layer but the LM head."""
+"""The dropout of the adapters, which sit at every linear layer but the LM head."""
 BACKBONE_RATE = 0.25
 """The backbone's learning rate, relative to the heads'."""
 HEADS_WEIGHT = 0.2
-"""Of the heads' loss, after a first stage of heads alone."""
+"""The weight of the heads' loss, after a first stage that trains the heads alone."""
 
 
 class HeadsAndBackbone(FrozenTarget):

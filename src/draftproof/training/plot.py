@@ -9,7 +9,7 @@ from typing import Any
 from draftproof.plots.style import can_plot, dress, new_figure, save, theme_of
 
 CURVES = "curves.png"
-"""The picture in the folder of a run; it is drawn again after each evaluation."""
+"""The picture in the folder of a run, which is drawn again after each evaluation."""
 SMOOTH = 20
 """Parts of a run over each of which the training loss is averaged for the picture."""
 BLOCKS = " ▁▂▃▄▅▆▇█"

@@ -19,7 +19,7 @@ from draftproof.tokenizer.codec import Codec
 from draftproof.training.texts import Document
 
 OPENING = 64
-"""Tokens of a plain text that serve as a prompt, at most."""
+"""The most tokens of a plain text that serve as a prompt."""
 
 
 class Example(NamedTuple):

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from draftproof.model.loading import PreTrainedModel
 
 Text = tuple[int, list[int], str]
-"""Of a prompt its index, the new tokens and why they ended."""
+"""The index of a prompt, the new tokens, and the finish reason."""
 Writer = Callable[[Sequence[list[int]], Sequence[Sampling], int], Iterator[Text]]
-"""Writes texts after prompts, in any order, so many rows at a time."""
+"""Completes prompts, in any order, so many rows at a time."""
 
 
 def by_engine(

@@ -16,7 +16,7 @@ from draftproof.requests.openai_format import messages_of
 CHATS = ("messages", "conversations", "conversation")
 QUESTIONS = ("prompt", "instruction", "question", "query", "input")
 ANSWERS = ("completion", "response", "output", "answer")
-"""Fields of a JSON row that are understood, besides "text" and "turns"."""
+"""Fields of a JSON row that are understood, in addition to "text" and "turns"."""
 ROLES = {
     "user": "user", "human": "user", "system": "system", "developer": "system", "tool": "tool",
     "function": "tool", "observation": "tool", "assistant": "assistant", "model": "assistant",

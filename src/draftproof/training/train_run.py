@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 CARD = Path(__file__).with_name("model_card.md")
 T = TypeVar("T")
 MakeHead = Callable[[Target], DraftHead]
-"""A fresh head for a target."""
+"""Makes a fresh head for a target."""
 
 
 def train(run: TrainRun, make_head: MakeHead, callback: Callback | None = None) -> None:

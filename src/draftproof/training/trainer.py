@@ -29,7 +29,7 @@ from draftproof.training.heads import Evaluation, FrozenTarget
 from draftproof.training.rows import Batch, Batches
 
 EVALUATIONS = 12
-"""On held-out rows in a run, the last at its end."""
+"""The number of evaluations on held-out rows in a run, the last at its end."""
 SAVED = 120.0
 """Seconds between checkpoints."""
 PROGRESS = ("step", "seconds", "tokens", "log")

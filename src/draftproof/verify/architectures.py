@@ -46,12 +46,12 @@ class Kind(StrEnum):
 def prove_architectures(
     quick: bool = False, tick: Tick = silent, *, names: Sequence[str] | None = None
 ) -> Section:
-    """Examine every architecture, or these; passes if none is broken."""
+    """Check every architecture, or these; passes if none is broken."""
     known, results = list(architectures()), dict[str, dict[str, str]]((kind, {}) for kind in Kind)
     names = names if names is not None else [n for n in QUICK if n in known] if quick else known
     for place, name in enumerate(names):
         tick(place / len(names), name)
-        kind, why = examine(name)
+        kind, why = check_architecture(name)
         results[kind][name] = why
     count = {kind: len(ones) for kind, ones in results.items()}
     verdict = (
@@ -64,7 +64,7 @@ def prove_architectures(
     return Section("architectures", verdict, results, failures)
 
 
-def examine(
+def check_architecture(
     name: str, around: Callable[[Target], Target] = lambda target: target
 ) -> tuple[Kind, str]:
     """Write with a tiny model of this type, plainly and with drafts, and compare with its own text.
@@ -75,13 +75,13 @@ def examine(
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     try:
-        results = [_examined(name, settings, around) for settings in variants(name)]
+        results = [_check_variant(name, settings, around) for settings in variants(name)]
         return max(results, key=lambda result: list(Kind).index(result[0]))
     finally:
         transformers_logging.set_verbosity(level)
 
 
-def _examined(
+def _check_variant(
     name: str, settings: Mapping[str, object], around: Callable[[Target], Target]
 ) -> tuple[Kind, str]:
     """The result for one of its variants."""

@@ -58,7 +58,7 @@ def page(report: Report) -> str:
         f"<p>What was asked: does {strong(model)} write exactly what it would write alone"
         f"{with_drafter}? Examined on {escape(str(about.get('date', 'an unknown day')))}, "
         f"{escape(str(about.get('extent', 'full')))}.</p>"
-        f"<table><tr><th>examination</th><th>result</th><th>time</th></tr>{summary}</table>"
+        f"<table><tr><th>section</th><th>result</th><th>time</th></tr>{summary}</table>"
         + "".join(map(_section, report.sections))
         + f"<details><summary>Model, machine and versions</summary><table>{facts}</table></details>"
         f"<p class=soft>{escape(SCOPE)}</p></main></html>\n"

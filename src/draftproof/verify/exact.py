@@ -44,7 +44,7 @@ EXACT, SEEN = 1e-12, 1e-3
 FREE = CaseRequest(Sampling(temperature=1.0), (2, 1))
 
 
-def examine(case: Case, wanted: Sequence[Distribution] | None = None) -> tuple[float, int, str]:
+def check_case(case: Case, wanted: Sequence[Distribution] | None = None) -> tuple[float, int, str]:
     """The largest distance of a case's distributions from those `wanted` (None: plain decoding's),
     the number of outcomes, and any error in words."""
     with one_thread():
@@ -84,27 +84,27 @@ CONTROLS = {
 def prove_distribution(
     quick: bool = False, tick: Tick = silent, *, rules: Mapping[str, Rule] = RULES,
 ) -> Section:  # fmt: skip
-    """Examine every rule in the whole engine; further rules can be passed.
+    """Check every rule in the whole engine; further rules can be passed.
 
     Passes if no case is further than `EXACT` from plain decoding, plain decoding has the model's
     own distribution, and every planted mistake is found.
     """
     chosen = list(cases(rules, every=97 if quick else 1))
     plain = Case("plain decoding", RULES["match"], PLAIN, [FREE])
-    worst, outcomes, wrong = examine(plain, [product_of_softmaxes(FREE)])
+    worst, outcomes, wrong = check_case(plain, [product_of_softmaxes(FREE)])
     failures = [f"plain decoding is not the model's own: {wrong}"] if wrong else []
     checked = list(plain_cases(quick))
     for case in checked:
-        apart, branches, wrong = examine(case, by_reference(case))
+        apart, branches, wrong = check_case(case, by_reference(case))
         worst, outcomes = max(worst, apart), outcomes + branches
         failures += [f"{case.name}: {wrong}"] if wrong else []
     for done, case in enumerate(chosen):
         tick(done / len(chosen), case.name)
-        apart, branches, wrong = examine(case)
+        apart, branches, wrong = check_case(case)
         worst, outcomes = max(worst, apart), outcomes + branches
         failures += [f"{case.name}: {wrong}"] if wrong else []
     planted = {
-        name: examine(Case(name, weighing(rule), SETUPS["chain"], [FREE]))[0]
+        name: check_case(Case(name, weighing(rule), SETUPS["chain"], [FREE]))[0]
         for name, rule in CONTROLS.items()
     }
     blind = [name for name, seen in planted.items() if not seen > SEEN]
@@ -149,9 +149,10 @@ def product_of_softmaxes(request: CaseRequest) -> Distribution:
     """The distribution of a request's texts from the target's own forward at temperature 1."""
     distribution: Distribution = {}
     for text in itertools.product(range(3), repeat=request.limit):
-        places = range(request.limit)
-        logits = [logits_after(TARGET, (*request.prompt, *text[:place])) for place in places]
+        positions = range(request.limit)
+        prefixes = [(*request.prompt, *text[:position]) for position in positions]
+        logits = [logits_after(TARGET, prefix) for prefix in prefixes]
         probs, letters = torch.tensor(logits, dtype=torch.float64).softmax(-1), CharTokenizer()
         shown = "".join(letters.push(token) for token in text) + letters.finish()
-        distribution[text, shown, "length"] = float(probs[places, text].prod())
+        distribution[text, shown, "length"] = float(probs[positions, text].prod())
     return distribution

@@ -37,7 +37,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
     "draft tree": {"assistant_model": "demo-draft", "draft_tree": "3,2,1"},
     "medusa": {"drafter": "medusa"}, "redrafter": {"drafter": "redrafter"},
 }
-"""Those of the embedded model."""
+"""Drafters of the embedded model."""
 PER_MODEL = 12
 """Rounds before another model is made; every second model is the embedded one."""
 OPENINGS = ("Once upon a time", "Tom and his dog were playing. Tom and his dog", "a", "\n\n",

@@ -157,5 +157,5 @@ def _cut(
 ) -> list[tuple[str, bool]] | None:
     """The characters before the earliest stop string; None if there is none."""
     text = "".join(character for character, _ in characters)
-    places = [text.index(stop) for stop in stops if stop in text]
-    return characters[: min(places)] if places else None
+    starts = [text.index(stop) for stop in stops if stop in text]
+    return characters[: min(starts)] if starts else None

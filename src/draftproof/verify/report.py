@@ -48,8 +48,9 @@ def failed(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Section:
-    """One examination. verdict: one sentence with the figures. failures: one sentence each, none if
-    it passed. figures: plain values, including all tolerances and negative controls."""
+    """One section of the proof. verdict: one sentence with the figures. failures: one sentence
+    each, none if it passed. figures: plain values, including all tolerances and negative controls.
+    """
 
     name: str
     verdict: str

@@ -151,7 +151,7 @@ def prove_sampling(
     quick: bool = False, tick: Tick = silent, *, seed: int = 0, sequences: int | None = None,
     cases: Sequence[Case] | None = None,
 ) -> Section:  # fmt: skip
-    """Audit the engine, examine the noise, and audit a planted mistake in the same way.
+    """Audit the engine, test the noise, and audit a planted mistake in the same way.
 
     cases: replacements for `TRIALS`. Passes if no audit finds a bias, no random number is used
     twice, and the planted mistake is found.

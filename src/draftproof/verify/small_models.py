@@ -135,7 +135,7 @@ OF_ONE: dict[str, tuple[Mapping[str, object], ...]] = {
 }  # fmt: skip
 """What a type is made with besides `SIZES`: several, if its checkpoints differ in their layers."""
 LARGE = 3e7
-"""Parameters that a model is not made with."""
+"""Models with more parameters are not made."""
 
 
 def variants(name: str) -> tuple[Mapping[str, object], ...]:

@@ -25,7 +25,7 @@ HEADS = ("lm_head", "model.embed_tokens")
 SENSITIVE = ("v_proj", "qkv_proj", "down_proj", "fc2", "dense_4h_to_h", "w2", "wo")
 """Modules whose errors cost most: values, and the second matrix of the MLP."""
 BY_TORCH = {"Q4_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What stands for them where there are no kernels."""
+"""Their replacements where there are no kernels."""
 CHUNK = 1 << 24
 """Weights quantised at a time, which bounds the copy in single precision."""
 

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("draftproof")
 SWITCH = "DRAFTPROOF_CACHE"
-"""Environment: 0 to keep nothing."""
+"""Environment variable; 0 disables the cache."""
 SLOW = 1.0
-"""Seconds beyond which a result is worth keeping."""
+"""Results that took more seconds are worth keeping."""
 _SOURCE = "_draftproof_source"
 _WRITERS = dict[Path, threading.Thread]()
-"""Threads that write files; what is being written is not made again."""
+"""Threads that write files. What is being written is not made again."""
 
 
 class Kept:

@@ -28,7 +28,7 @@ M = TypeVar("M", bound=nn.Module)
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Neighbouring layers that read the same inputs."""
 CROSSED = ("encoder_attn", "cross_attn")
-"""Modules where they do not: keys and values are of an encoder's output."""
+"""Modules in which keys and values read an encoder's output instead."""
 
 
 class JointLinear(nn.Module):

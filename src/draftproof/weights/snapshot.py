@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=nn.Module)
 
 LIBRARIES = ("torch", "transformers")
-"""Whose modules hold numbers that our forward, or a layout, is made with. A module of the user's
-own is always called, and may count its calls in a number."""
+"""Libraries whose modules hold numbers from which our forward, or a layout, is made. A module of
+the user's own is always called, and may count its calls in a number."""
 
 
 def shallow_copy(model: M) -> M:

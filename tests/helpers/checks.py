@@ -1,4 +1,4 @@
-"""The examinations that must see a planted bug, small. Each tells what is wrong, or ""."""
+"""The checks that must see a planted bug, small. Each tells what is wrong, or ""."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from draftproof.verify.cases import (
     toy,
 )
 from draftproof.verify.enumeration import Distribution, enumerate_texts
-from draftproof.verify.exact import examine
+from draftproof.verify.exact import check_case
 from draftproof.verify.reference import distribution_of_run
 
 FREE, ENDING = Sampling(temperature=1.0), Sampling(temperature=1.0, stop_tokens=(2,))
@@ -83,7 +83,7 @@ def wanted(name: str) -> list[Distribution]:
 
 def by_distribution(name: str) -> str:
     """What enumeration finds wrong in this case."""
-    return examine(DISTRIBUTION_CASES[name], wanted(name))[2]
+    return check_case(DISTRIBUTION_CASES[name], wanted(name))[2]
 
 
 def by_bits(*wants: Sampling) -> str:
