@@ -18,8 +18,9 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling
 from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree, TreeShape
-from draftproof.drafters.base import Drafter, DraftHead, Plain
+from draftproof.drafters.base import Drafter, Plain
 from draftproof.drafters.draft_model import DraftModel, SelfDraft
+from draftproof.drafters.heads import DraftHead
 from draftproof.drafters.losses import head_loss
 from draftproof.drafters.medusa import Medusa, MedusaHead
 from draftproof.drafters.portfolio import Portfolio

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from training_helpers import Recorder, head_of, ruled, target, trainable, trainer_of, written
 
-from draftproof.drafters.base import DraftHead
+from draftproof.drafters.heads import DraftHead
 from draftproof.drafters.losses import head_loss
 from draftproof.errors import BadInput
 from draftproof.training import heads, trainer

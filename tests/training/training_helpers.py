@@ -13,7 +13,7 @@ from tiny import VOCAB, fresh, prompts, target
 
 from draftproof import embedded
 from draftproof.core.params import Sampling
-from draftproof.drafters.base import DraftHead
+from draftproof.drafters.heads import DraftHead
 from draftproof.drafters.medusa import MedusaHead
 from draftproof.drafters.redrafter import ReDrafterHead
 from draftproof.engine.engine import Engine

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import draftproof.drafters as package
 from draftproof.drafters import head_files
-from draftproof.drafters.base import Drafter, DraftHead, Vocabulary
+from draftproof.drafters.base import Drafter, Vocabulary
 from draftproof.drafters.checkpoint import METHOD, Checkpoint, Format, target_name
 from draftproof.drafters.head_files import write_head
+from draftproof.drafters.heads import DraftHead
 from draftproof.errors import DrafterMismatch, DraftproofError, ModelNotFound
 
 __all__ = ["describe", "formats", "is_head", "load_drafter", "read_head", "recognise", "write_head"]

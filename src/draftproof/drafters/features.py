@@ -25,7 +25,8 @@ from draftproof.core.ops import Ops
 from draftproof.core.prefix import Paths
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters import beams
-from draftproof.drafters.base import Drafter, Vocabulary, must_hold
+from draftproof.drafters.base import Drafter, Vocabulary
+from draftproof.drafters.heads import must_hold
 from draftproof.errors import DrafterMismatch
 from draftproof.forward.draft_layers import DraftLayers, masks
 from draftproof.weights.packed_linear import pack_linears

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from draftproof.drafters import checkpoint, weight_files
-from draftproof.drafters.base import Drafter, DraftHead, Vocabulary, must_fit, must_hold
+from draftproof.drafters.base import Drafter, Vocabulary, must_fit
 from draftproof.drafters.bigram import MOST, Bigrams
 from draftproof.drafters.checkpoint import Checkpoint, Format
+from draftproof.drafters.heads import DraftHead, must_hold
 from draftproof.drafters.medusa import MedusaConfig, MedusaHead
 from draftproof.drafters.redrafter import STEPS, ReDrafterConfig, ReDrafterHead
 from draftproof.drafters.weight_files import CONFIG

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.core.messages import Features
-from draftproof.drafters.base import DraftHead, Vocabulary
+from draftproof.drafters.base import Vocabulary
+from draftproof.drafters.heads import DraftHead
 
 
 def head_loss(

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from draftproof.core.messages import Features, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.tree import TokenTree, TreeShape
-from draftproof.drafters import base
-from draftproof.drafters.base import DraftHead, HeadConfig, HeadDrafter, Vocabulary, packed
+from draftproof.drafters import base, heads
+from draftproof.drafters.base import Vocabulary
 from draftproof.drafters.bigram import WEIGHT, Bigrams, bigram_tree
+from draftproof.drafters.heads import DraftHead, HeadConfig, HeadDrafter, packed
 from draftproof.drafters.medusa_trees import CHOICES, DYNAMIC
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.native.cpu_ops import UNSUPPORTED, Unsupported, cpu_kernel
@@ -106,7 +107,7 @@ class MedusaHead(DraftHead):
         ))  # fmt: skip
         head.to(vocabulary.device, torch.promote_types(vocabulary.dtype, torch.float32))
         for linear in head.own_projections:
-            linear.weight.data.copy_(base.lm_head_of(vocabulary)[0])
+            linear.weight.data.copy_(heads.lm_head_of(vocabulary)[0])
         return head
 
     @property

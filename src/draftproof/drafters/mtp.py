@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from draftproof.cache.kv_cache import KVCache
 from draftproof.drafters import checkpoint, weight_files
-from draftproof.drafters.base import Vocabulary, lm_head_rows
+from draftproof.drafters.base import Vocabulary
 from draftproof.drafters.checkpoint import LAYERS, METHOD, SPECULATORS, Checkpoint, Format
 from draftproof.drafters.features import DEEPEST, Network, PairDrafter, fill, fuse_experts
+from draftproof.drafters.heads import lm_head_rows
 from draftproof.drafters.mtp_chain import SeveralLayers
 from draftproof.errors import DrafterMismatch, ModelNotFound
 from draftproof.forward.draft_layers import (

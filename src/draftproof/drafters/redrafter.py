@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from draftproof.core.messages import Features, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters import base
-from draftproof.drafters.base import DraftHead, HeadConfig, HeadDrafter, Vocabulary, packed
+from draftproof.drafters import base, heads
+from draftproof.drafters.base import Vocabulary
 from draftproof.drafters.beams import Read, weighed
+from draftproof.drafters.heads import DraftHead, HeadConfig, HeadDrafter, packed
 from draftproof.errors import BadInput
 from draftproof.native.cpu_ops import UNSUPPORTED, Unsupported, cpu_kernel
 from draftproof.native.declarations import Structure, array_of, structure
@@ -236,7 +237,7 @@ class ReDrafterHead(DraftHead):
         for parameter in self.lm_head.parameters():
             parameter.zero_()
         for linear in self.own_projections:
-            table = base.lm_head_of(vocabulary)[0]
+            table = heads.lm_head_of(vocabulary)[0]
             linear.weight[:, :hidden] = table
             linear.weight[:, hidden:] = table / 2 if width == 2 * hidden else 0
         if width != 2 * hidden:

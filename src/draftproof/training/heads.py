@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftproof.core.messages import Features
-from draftproof.drafters.base import DraftHead
+from draftproof.drafters.heads import DraftHead
 from draftproof.drafters.losses import head_loss, score
 from draftproof.model.target import Target
 from draftproof.training.rows import Batch, Batches

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftproof.core.messages import Features
-from draftproof.drafters.base import DraftHead
+from draftproof.drafters.heads import DraftHead
 from draftproof.model.target import Target
 from draftproof.training.heads import Evaluation, FrozenTarget, autocast, backward, read, trained
 from draftproof.training.rows import Batch

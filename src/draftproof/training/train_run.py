@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from huggingface_hub import ModelCard, ModelCardData
 
-from draftproof.drafters.base import DraftHead
 from draftproof.drafters.checkpoints import write_head
+from draftproof.drafters.heads import DraftHead
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
 from draftproof.model import loading, variants
