@@ -63,6 +63,20 @@ def test_a_section_that_breaks_has_failed(monkeypatch: pytest.MonkeyPatch) -> No
     assert code == 1 and "ZeroDivisionError: integer" in out and "PASS sampling" in out
 
 
+def refuse(*_: object) -> Section:
+    raise BadInput("a tensor has the wrong size; correct it")
+
+
+def test_a_refusal_fails_sections_of_our_own_models_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it is a bug; of the user's model it is the answer."""
+    for name in ("distribution", "bits"):
+        monkeypatch.setattr(proving, f"prove_{name}", refuse)
+    code, out = command("--section", "distribution", "--section", "sampling")
+    assert code == 1 and "FAIL distribution" in out and "PASS sampling" in out
+    result = CliRunner().invoke(app, ["prove", "--section", "bits"])
+    assert isinstance(result.exception, BadInput)
+
+
 def test_wrong_usage_is_told_before_anything_runs(tmp_path: Path) -> None:
     assert command("--section", "nothing")[0] == 2
     result = CliRunner().invoke(app, ["prove", "--json", str(tmp_path / "no" / "a.json")])
