@@ -289,9 +289,8 @@ class Engine:
             An update of each sequence with news; its last update has its completion.
 
         Raises:
-            Exception: The step failed. Every running request ends with the error; waiting requests
-            go on
-                with the next step.
+            Exception: The step failed. Every running request ends with the error. Waiting requests
+                go on with the next step.
         """
         try:
             return self.scheduler.step()
