@@ -150,7 +150,7 @@ def test_next_to_another_process_it_drafts_as_often_as_alone(alpha: float, draft
     for neighbour in (lambda _: False, lambda _: True, lambda written: written // 300 % 2 == 1):
         worlds = [world(alpha, draft, noise=busy, neighbour=neighbour, seed=1000 * seed)
                   .run(Adaptive(8), 1500) for seed in range(4)]
-        shares.append(statistics.mean(size > 0 for item in worlds for size in item.sizes[32:]))
+        shares.append(statistics.mean(size > 0 for trial in worlds for size in trial.sizes[32:]))
     assert shares[0] > 0.93 and min(shares) > shares[0] - 0.05
 
 
@@ -173,12 +173,12 @@ def test_a_machine_that_stood_still_for_a_moment_drafts_on(
 ) -> None:
     """One of the first drafts, or several, took far too long, by no fault of the drafter's."""
     for seed in range(4):
-        item, still = world(0.85, 0.05, seed=1000 * seed), iter([0.0] * which + [steps] * drafts)
-        item.costs = lambda size, _, still=still: 1 + 0.07 * size + (size and next(still, 0.0))
+        trial, still = world(0.85, 0.05, seed=1000 * seed), iter([0.0] * which + [steps] * drafts)
+        trial.costs = lambda size, _, still=still: 1 + 0.07 * size + (size and next(still, 0.0))
         budget = Adaptive(8)
-        begun, written = item.run(budget, 300).time, item.written
-        item.run(budget, 1000)
-        assert (item.time - begun) / (item.written - written) < (0.38 if drafts == 1 else 0.4)
+        begun, written = trial.run(budget, 300).time, trial.written
+        trial.run(budget, 1000)
+        assert (trial.time - begun) / (trial.written - written) < (0.38 if drafts == 1 else 0.4)
 
 
 def test_a_plain_round_is_measured_now_and_then() -> None:
@@ -228,9 +228,10 @@ def test_trees_are_known_by_their_nodes() -> None:
     dice, budget, sizes = random.Random(0), Adaptive(10), []
     for _ in range(400):
         size = budget.choose(State(1, 100, 1000.0))
-        items = [node for node in range(1, size + 1)
+        accepted = [node for node in range(1, size + 1)
                  if dice.random() < (0.4 if node <= 5 else 0.01)]
-        budget.record(Round(size, 1, items, 1 + len(items), 0.01 * (1 + 0.05 * size), chain=False))
+        seconds = 0.01 * (1 + 0.05 * size)
+        budget.record(Round(size, 1, accepted, 1 + len(accepted), seconds, chain=False))
         sizes.append(size)
     assert statistics.mode(sizes[100:]) == 5
     chosen = []

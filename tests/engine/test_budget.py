@@ -58,9 +58,9 @@ def test_a_budget_is_told_what_came_of_its_rounds() -> None:
     budget = Wild(6, 1)
     engine = Engine(target(), DRAFTERS["target itself"](target()), budget=budget)
     done = engine.generate(prompts(3, seed=5), max_new_tokens=30, batch_size=1)
-    assert sum(item.emitted for item in budget.rounds) == sum(item.stats.emitted for item in done)
-    assert all(item.chain and list(item.accepted) == [*range(1, item.size + 1)] and item.seconds > 0
-               for item in budget.rounds)
+    assert sum(seen.emitted for seen in budget.rounds) == sum(text.stats.emitted for text in done)
+    assert all(seen.chain and list(seen.accepted) == [*range(1, seen.size + 1)] and seen.seconds > 0
+               for seen in budget.rounds)
     assert all(state.rows == 1 and 0 < state.remaining < 30 for state in budget.states)
 
 
@@ -107,8 +107,8 @@ def test_rows_of_a_batch_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(engine.target, "read", noted)
     assert texts(engine, asked, **wish) == wanted
     shared = [size for size in sizes if len(size) > 1]
-    assert all(sum(item) <= 2 * len(item) and max(item) <= 4 for item in shared)
-    assert any(max(item) > 2 > min(item) for item in shared)
+    assert all(sum(sizes) <= 2 * len(sizes) and max(sizes) <= 4 for sizes in shared)
+    assert any(max(sizes) > 2 > min(sizes) for sizes in shared)
     assert all(max(size) <= 2 for size in sizes if len(size) == 1)
     told = [node for done in budget.rounds if done.rows > 1 for node in done.accepted]
     assert set(told) == {1, 2} and told.count(1) >= told.count(2), "and what is drafted stands"

@@ -77,12 +77,13 @@ def test_more_prompts_than_rows_and_samples_of_each() -> None:
         assert texts(engine, asked, batch_size=rows, **options) == wanted
     three = engine.generate(asked[:4], n=3, batch_size=4, **options)
     pairs = [(prompt, sample) for prompt in range(4) for sample in range(3)]
-    assert [(item.prompt, item.sample) for item in three] == pairs
+    assert [(sample.prompt, sample.sample) for sample in three] == pairs
     two = engine.generate(asked[:4], n=2, **options)
-    assert [item.tokens for item in three if item.sample < 2] == [item.tokens for item in two]
+    first_two = [sample.tokens for sample in three if sample.sample < 2]
+    assert first_two == [sample.tokens for sample in two]
     first = [tokens for tokens, _ in wanted[:4]]
-    assert [item.tokens for item in three if item.sample == 0] == first
-    assert len({tuple(item.tokens) for item in three}) > 8, "samples differ"
+    assert [sample.tokens for sample in three if sample.sample == 0] == first
+    assert len({tuple(sample.tokens) for sample in three}) > 8, "samples differ"
     other = Sampling(temperature=0.9, seed=12)
     assert texts(engine, asked, max_new_tokens=10, sampling=other) != wanted
 
@@ -106,6 +107,6 @@ def test_a_target_of_chains_only_gets_chains_only() -> None:
     asked = prompts(3, seed=9)
     for drafter in (PromptLookup(), DraftModel(target(seed=1), 40)):
         done = Engine(ours, drafter).generate(asked, max_new_tokens=NEW)
-        assert [item.tokens for item in done] == [reference(ours.model, text) for text in asked]
+        assert [sample.tokens for sample in done] == [reference(ours.model, text) for text in asked]
     with pytest.raises(DrafterMismatch, match="trees"):
         Engine(ours, DRAFTERS["draft tree"](ours)).generate(asked)

@@ -23,8 +23,9 @@ KEPT_MIB = 4
 def tensor_mib() -> float:
     """What all tensors that are alive hold."""
     gc.collect()
-    held = [item.untyped_storage() for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    return sum({item.data_ptr(): item.nbytes() for item in held}.values()) / 2**20
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
+    held = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values()) / 2**20
 
 
 @pytest.mark.parametrize(("dtype", "rounds"), [("float64", 2), ("bfloat16", 10)])

@@ -88,18 +88,18 @@ def run(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
 @pytest.mark.timeout(400)
 def test_the_text_of_a_sharded_target_is_its_own_with_any_drafter(run: Run) -> None:
     """On both ranks; some drafts were right about it, and cut by the plan it is the whole one's."""
-    ours, theirs = (result["texts"] for result in run.reports)
+    first, second = (result["texts"] for result in run.reports)
     for temperature in map(str, TEMPERATURES):
-        plain = ours["plain"][temperature]
+        plain = first["plain"][temperature]
         assert [len(tokens) for tokens in plain] == [NEW] * len(PROMPTS)
-        for name in ours:
-            wanted = plain if name != "block" or temperature == "0.0" else ours[name][temperature]
-            for rank, texts in enumerate((ours, theirs)):
+        for name in first:
+            wanted = plain if name != "block" or temperature == "0.0" else first[name][temperature]
+            for rank, texts in enumerate((first, second)):
                 what = f"rank {rank} wrote another text with {name} at temperature {temperature}"
                 assert texts[name][temperature] == wanted, what
-    assert ours["plain"]["0.0"] != ours["plain"]["1.0"]
+    assert first["plain"]["0.0"] != first["plain"]["1.0"]
     for name in ("draft", "tree", "block"):
-        assert ours[name]["per_round"] > 2, f"{name} was never right: what stands was not tried"
+        assert first[name]["per_round"] > 2, f"{name} was never right: what stands was not tried"
     assert all(result["inside"]["heads"] == 1 for result in run.reports)
     if run.folder.name.startswith("tensor"):
         assert not any(result["inside"]["fast"] for result in run.reports)
@@ -107,7 +107,7 @@ def test_the_text_of_a_sharded_target_is_its_own_with_any_drafter(run: Run) -> N
         for temperature in TEMPERATURES:
             want = dp.Sampling(temperature=temperature, seed=2)
             done = engine.generate(PROMPTS, sampling=want, max_new_tokens=NEW)
-            assert [completion.tokens for completion in done] == ours["plain"][str(temperature)]
+            assert [completion.tokens for completion in done] == first["plain"][str(temperature)]
 
 
 @pytest.mark.timeout(400)
@@ -124,9 +124,9 @@ def test_one_rank_writes_and_a_killed_one_ends_the_others(run: Run) -> None:
         time.sleep(0.1)
     os.kill(int(Path(run.folder, "pid1").read_text()), signal.SIGKILL)
     run.process.wait(ENDED)
-    items = [line for line in Path(run.folder, "err.txt").read_text().splitlines()
+    lines = [line for line in Path(run.folder, "err.txt").read_text().splitlines()
             if line.startswith("draftproof: ")]
-    assert len(items) <= 1 and all("rank" in line for line in items), items
+    assert len(lines) <= 1 and all("rank" in line for line in lines), lines
     with pytest.raises(ProcessLookupError):
         os.kill(int(Path(run.folder, "pid0").read_text()), 0)
 

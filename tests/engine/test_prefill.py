@@ -42,7 +42,7 @@ def test_a_prompt_is_read_alike_however_long_the_others_are() -> None:
 def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
     """Shorter ones padded, with several samples, two that end at once: all learn the same."""
     asked = [prompt[: 3 + 4 * index] for index, prompt in enumerate(prompts(4, seed=3))]
-    items = []
+    results = []
     for together in (True, False):
         requests = [[running(prompt, limit=limit, temperature=0.8, seed=limit, sample=sample)
                      for sample in range(1 + limit % 2)]
@@ -60,22 +60,23 @@ def test_prompts_that_come_together_are_read_in_one_pass(name: str) -> None:
             batched.step()
         assert not batched.batch.cache.lengths.any(), "an empty batch has an empty cache"
         rows = [row for request in requests for row in request]
-        items.append((unread, [(row.tokens, row.stats.rounds, row.stats.drafted) for row in rows]))
-    assert items[0] == items[1]
+        counts = [(row.tokens, row.stats.rounds, row.stats.drafted) for row in rows]
+        results.append((unread, counts))
+    assert results[0] == results[1]
 
 
 def test_short_prompts_are_read_together_where_padding_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     short, long, longer = ([3] * tokens for tokens in (3, 60, 70))
-    item = decoder(PromptLookup(), rows=6).prompts
-    assert [item.admissible(waiting) for waiting in ([], [short], [short] * 3)] == [0, 1, 1]
+    reader = decoder(PromptLookup(), rows=6).prompts
+    assert [reader.admissible(waiting) for waiting in ([], [short], [short] * 3)] == [0, 1, 1]
     monkeypatch.setattr(Target, "ragged_batches", True)
-    item = decoder(PromptLookup(), rows=6).prompts
+    reader = decoder(PromptLookup(), rows=6).prompts
     assert SHORT <= NODES, "they are read by the same layers as alone"
-    assert [item.admissible([short] * count) for count in (3, 6)] == [3, 6]
-    assert item.admissible([long] * 6) == 4, "five would be 300 with padding"
-    assert item.admissible([longer] * 2) == item.admissible([short, longer]) == 1
+    assert [reader.admissible([short] * count) for count in (3, 6)] == [3, 6]
+    assert reader.admissible([long] * 6) == 4, "five would be 300 with padding"
+    assert reader.admissible([longer] * 2) == reader.admissible([short, longer]) == 1
 
 
 @pytest.mark.parametrize("name", ["plain", "draft tree", "portfolio, medusa", "redrafter"])
@@ -87,23 +88,24 @@ def test_a_long_prompt_is_read_between_rounds(name: str) -> None:
                  for prompt, limit in zip(prompts(3, longest=9), (40, 3, 20), strict=True)]
         samples = [running(long, limit=9, temperature=0.8, seed=4, sample=each) for each in (0, 1)]
         counting = Counted(target())
-        item = decoder(DRAFTERS[name](target()), budget=3, ours=counting)
-        item.prompts.chunk = 16
-        admit(item, asked[:1])
-        admit(item, asked[1:2])
-        assert item.prompts.is_long(long) and not item.prompts.is_long(asked[0].prompt)
-        for number, _ in enumerate(read_elsewhere(item, samples) if next_to else range(3)):
+        batched = decoder(DRAFTERS[name](target()), budget=3, ours=counting)
+        batched.prompts.chunk = 16
+        admit(batched, asked[:1])
+        admit(batched, asked[1:2])
+        assert batched.prompts.is_long(long) and not batched.prompts.is_long(asked[0].prompt)
+        for number, _ in enumerate(read_elsewhere(batched, samples) if next_to else range(3)):
             before = len(asked[0].tokens)
-            item.step()
+            batched.step()
             assert len(asked[0].tokens) > before
             if number == 1:
-                admit(item, asked[2:])
+                admit(batched, asked[2:])
         if not next_to:
-            admit(item, samples)
+            admit(batched, samples)
         assert number == 2 and counting.reads[-1][0].shape == (1, 50 % 16)
-        state = item.drafter.unread(len(item.batch.pending)), item.batch.cache.lengths.tolist()
-        while item.running:
-            item.step()
+        batch = batched.batch
+        state = batched.drafter.unread(len(batch.pending)), batch.cache.lengths.tolist()
+        while batched.running:
+            batched.step()
         rows = [*asked, *samples]
         rounds = [row.stats.rounds for row in rows] if name not in LEARNERS else []
         results.append((state, [row.tokens for row in rows], rounds))

@@ -68,10 +68,10 @@ def test_closed_shapes_change_no_text(name: str) -> None:
     model = target("llama", max_position_embeddings=512)
     done = [Engine(model, DRAFTERS[name](model), shapes=shapes).generate(asked, **wish)
             for shapes in (None, CLOSED)]
-    tokens = [[item.tokens for item in completion] for completion in done]
+    tokens = [[sample.tokens for sample in completion] for completion in done]
     assert tokens[0] == tokens[1] == [text for text, _ in texts(Engine(model), asked, **wish)]
     if name not in LEARNERS:
-        accepted = [[item.stats.accepted for item in completion] for completion in done]
+        accepted = [[sample.stats.accepted for sample in completion] for completion in done]
         assert accepted[0] == accepted[1]
     fading = Engine(model, DRAFTERS[name](model), shapes=CLOSED, budget=Fading())
     assert [text for text, _ in texts(fading, asked, **wish)] == tokens[0]

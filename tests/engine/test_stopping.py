@@ -99,7 +99,7 @@ def test_stop_strings_end_the_text_across_rounds(spoken: tuple[Target, Codec], s
                 engine = Engine(ours, oracle if budget else None, codec=codec, budget=budget)
                 *_, last = chunks = list(engine.stream(prompt, max_new_tokens=24, sampling=asked))
                 done = last.completion
-                assert done is not None and all(item.completion is None for item in chunks[:-1])
+                assert done is not None and all(chunk.completion is None for chunk in chunks[:-1])
                 assert (done.text, done.finish_reason) == (whole.text[:cut], "stop"), (stop, budget)
                 assert "".join(chunk.text for chunk in chunks) == done.text
                 assert_counts(done)

@@ -41,22 +41,22 @@ def test_bytes_join_to_the_text(server: Any) -> None:
 @pytest.mark.parametrize("size", [1, 2, 5, 99])
 def test_offsets_are_places_in_the_text_however_it_is_cut(server: Any, size: int) -> None:
     codec = server.engine.codec
-    tokens, items, streamed = codec.encode(TEXT, special=False), list[int](), answer(server, "Once")
+    tokens, shown, streamed = codec.encode(TEXT, special=False), list[int](), answer(server, "Once")
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size]
-        items += streamed._scores(progress(part, part))["text_offset"]
+        shown += streamed._scores(progress(part, part))["text_offset"]
     data = [codec.token_bytes[token] for token in tokens]
-    assert items == [len(b"".join(data[:place]).decode(errors="ignore"))
+    assert shown == [len(b"".join(data[:place]).decode(errors="ignore"))
                      for place in range(len(data))]
-    assert all(item <= other for item, other in pairwise(items)) and items[-1] == len(TEXT) - 1
+    assert all(offset <= other for offset, other in pairwise(shown)) and shown[-1] == len(TEXT) - 1
 
 
 def test_no_two_tokens_have_one_name(server: Any) -> None:
     """Each place names as many tokens as were asked for, parts of characters too."""
     tokens = server.engine.codec.encode("🦜🦊東", special=False)
     told = answer(server, "Once")._scores(progress(tokens[:-1], tokens[1:]))["top_logprobs"]
-    for place, item, other in zip(told, tokens[:-1], tokens[1:], strict=True):
-        assert len(place) == len({item, other})
+    for place, token, other in zip(told, tokens[:-1], tokens[1:], strict=True):
+        assert len(place) == len({token, other})
 
 
 def test_a_prompt_that_ends_inside_a_character(server: Any) -> None:
