@@ -63,7 +63,7 @@ def test_a_section_that_breaks_has_failed(monkeypatch: pytest.MonkeyPatch) -> No
     assert code == 1 and "ZeroDivisionError: integer" in out and "PASS sampling" in out
 
 
-def refuse(*_: object) -> Section:
+def refuse(*_: object, **__: object) -> Section:
     raise BadInput("a tensor has the wrong size; correct it")
 
 
