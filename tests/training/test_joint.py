@@ -86,3 +86,11 @@ def test_the_backbone_stays_near_what_it_was_and_is_merged(tmp_path: Path) -> No
     assert torch.allclose(logits(merged), adapted, atol=1e-9)
     assert type(merged) is type(fresh("llama"))
     assert not any("lora" in name for name in merged.state_dict())
+
+
+def test_the_backbone_learns_at_its_own_rate(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, both_of(), steps=2)
+    trainer.fit()
+    heads, backbone = torch.load(trainer.checkpoint)["optimizer"]["param_groups"]
+    assert heads["lr"] == trainer.log[-1]["rate"] > 0
+    assert backbone["lr"] == pytest.approx(heads["lr"] / 4)

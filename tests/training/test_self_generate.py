@@ -136,6 +136,18 @@ def test_other_files_are_refused_and_more_of_the_same_goes_on_after(
     assert list(as_before.examples(False)) == list(whole[1].examples(False))
 
 
+def test_held_out_texts_are_drawn_apart(engine: Engine, tmp_path: Path) -> None:
+    """Even after the same documents, they are no copies of texts that are learnt."""
+    config = SelfGenerateConfig(tokens=200, rows_at_a_time=4, temperatures=(0.9,))
+    generated = SelfGeneratedText(tmp_path / "own.jsonl", {}, config, LENGTH)
+    for held_out in (True, False):
+        write_with(generated, engine, DOCUMENTS, held_out)
+    _, *rows = lines(tmp_path / "own.jsonl")
+    held, learnt = ({tuple(row["tokens"]) for row in rows if row["held_out"] is held_out}
+                    for held_out in (True, False))
+    assert held and learnt and not held & learnt
+
+
 def test_ctrl_c_keeps_what_is_written_and_says_how_much(engine: Engine, tmp_path: Path) -> None:
     file, told = tmp_path / "own_text.jsonl", list[int]()
 

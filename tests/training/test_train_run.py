@@ -19,6 +19,7 @@ from draftproof.model.device import processor
 from draftproof.training import train_run, trainer
 from draftproof.training.config import SelfGenerateConfig, TrainConfig, TrainRun
 from draftproof.training.files import atomic_write, file_lock
+from draftproof.training.self_generate import SelfGeneratedText
 from draftproof.training.texts import DataConfig
 from draftproof.training.train_run import train
 from draftproof.weights.quantized_linear import slow_because
@@ -117,9 +118,18 @@ def test_the_target_writes_its_own_texts_for_several_heads(
     if quantised:
         monkeypatch.setattr(train_run, "is_quantized", lambda model: True)
         monkeypatch.setattr(train_run.variants, "quantized", None)
+    asked = dict[bool, set[str]]()
+
+    class Watched(SelfGeneratedText):
+        def write(self, *args: Any) -> None:
+            asked[args[4]] = {document.text for document in args[3]}
+            super().write(*args)
+
+    monkeypatch.setattr(train_run, "SelfGeneratedText", Watched)
     config = SelfGenerateConfig(tokens=800, rows_at_a_time=8, file=tmp_path / "own.jsonl")
     first = run(source, tmp_path / "one", self_generate=config, dtype="bfloat16", steps=2)
     second = run(source, tmp_path / "two", self_generate=config, dtype="bfloat16", steps=4)
+    assert not asked[True] & asked[False] and len(asked[True] | asked[False]) == 64
     assert first.bars["writing"][-1] == (800, 800) and not second.bars["writing"]
     record = json.loads((tmp_path / "two" / "training.json").read_text())
     packs = slow_because("int8", torch.bfloat16) is None and not quantised
@@ -170,6 +180,10 @@ def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(
     whole = run(source, out, **joint)
     assert whole.begun == (0, 6) and len(whole.losses) == 12                # heads alone, then both
     assert same_text(str(out / "model"), out / "heads")
+    ends = [json.loads((out / stage / "log.jsonl").read_text().splitlines()[-1])
+            for stage in ("first", "second")]
+    record = json.loads((out / "training.json").read_text())
+    assert (record["steps"], record["tokens"]) == (12, sum(end["tokens"] for end in ends))
     card = (out / "README.md").read_text()
     assert "with respect to this new model" in card and re.search(r"KL \d\.\d{4} away", card)
     assert not list(out.rglob("*.pt")) and str(tmp_path) not in card

@@ -59,6 +59,8 @@ def test_a_run_that_dies_and_goes_on_ends_at_the_same_bits(
     timeless = [[{**json.loads(line), "tokens_per_second": 0, "seconds": 0} for line in log]
                 for log in logs]
     assert timeless[0] == timeless[1] and len(timeless[0]) == 20
+    rates = [TrainConfig(learning_rate=3e-3).rate_at(step, 20) for step in range(20)]
+    assert [row["rate"] for row in timeless[1]] == rates
     trainer_of(tmp_path / "broken", trainable(resumed), again).fit()        # nothing is done twice
     assert again.losses == [] and same(resumed, whole)
 
