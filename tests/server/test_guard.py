@@ -146,3 +146,13 @@ def test_a_key_may_run_so_many_requests_at_a_time() -> None:
             assert (await ask("a")).status_code == 200
 
     asyncio.run(run())
+
+
+def test_a_request_that_fails_no_longer_counts() -> None:
+    async def fails(*asgi: Any) -> None:
+        raise RuntimeError("a bug")
+
+    lifecycle = Lifecycle()
+    asked = TestClient(Guard(fails, Access(most=1), lifecycle), HOME, False)
+    assert [asked.post("/v1/completions").status_code for _ in range(2)] == [500, 500]
+    assert lifecycle.running == 0

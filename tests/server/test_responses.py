@@ -162,6 +162,12 @@ def test_what_is_kept_has_a_limit() -> None:
     for owner, name in ((1, "0"), (2, "3")):
         with pytest.raises(Unavailable):
             store.get(owner, name)
+    store.get(1, "2")                               # so "3" is dropped before it
+    keep({"id": "4", "text": "x" * 900}, [])
+    assert store.get(1, "2")["id"] == "2"
+    store.delete(1, "4")                            # its bytes are free
+    keep({"id": "5", "text": "x" * 900}, [])
+    assert store.get(1, "2")["id"] == "2"
 
 
 def test_an_agent_calls_a_tool_and_answers(

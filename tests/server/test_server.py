@@ -294,6 +294,24 @@ def test_whoever_leaves_is_not_among_the_latencies() -> None:
         assert f'finished_reason="{reason}"' in told
 
 
+def test_metrics_tell_drafts_from_rounds_and_the_price_by_the_hour(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, stats = time.time(), RoundStats()
+    metrics = Metrics("m", 3.0)
+    for width in (0, 0, 4):
+        stats.record(width, width, width, width, width + 1)
+    metrics.ended(dp.Completion("", [1] * 1000, "stop", None, stats), 0.5)
+    monkeypatch.setattr(time, "time", lambda: now + 7200)
+    told = metrics.text().decode()
+    for name, value in (("vllm:spec_decode_num_drafts_total", 1), ("vllm:generation_tokens_total",
+                        1000), ("draftproof:target_forwards_total", 3),
+                        ("vllm:spec_decode_num_draft_tokens_total", 4)):
+        assert f'{name}{{model_name="m"}} {value}.0' in told
+    (cost,) = re.findall(r"cost_per_million_tokens{[^}]*} (\S+)", told)
+    assert float(cost) == pytest.approx(3 * 2 * 1000, rel=0.01)
+
+
 def test_the_dashboard_asks_for_what_is_told(http: httpx.Client) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 30, "temperature": 0}
     assert http.post("/v1/completions", json=body).status_code == 200
