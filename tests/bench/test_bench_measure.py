@@ -6,15 +6,18 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
+from tiny import prompts, target
 
-from draftproof.bench.measure import PROMPTS_PER_ROW, Bench, Clock, Output, Setting
+from draftproof.bench.measure import PROMPTS_PER_ROW, Bench, Clock, OurEngine, Output, Setting
 from draftproof.bench.report import Interval, as_json, compute, notes, table
 from draftproof.core.params import Sampling
+from draftproof.engine.engine import Engine
 from draftproof.requests.stats import RoundStats
 
 GREEDY = Setting(1, 0.0)
@@ -127,3 +130,11 @@ def test_the_table_fits_80_columns_and_json_has_every_number() -> None:
     assert len(body["trials"]) == len(run.trials) and len(body["figures"]) == 6
     assert body["figures"][1]["speed_up"]["median"] == 2.0
     assert body["trials"][0]["tokens"] == [list(range(8))]
+
+
+def test_an_engine_is_timed_to_its_first_token_and_counts_all_rows() -> None:
+    method, sampling = OurEngine("plain", Engine(target())), Sampling(max_new_tokens=5)
+    tokens, first, stats = method.write(prompts(1), sampling, 1, count(1).__next__)
+    assert (len(tokens[0]), first, stats.emitted) == (5, 1, 4)
+    tokens, first, stats = method.write(prompts(3), sampling, 2, count(1).__next__)
+    assert ([*map(len, tokens)], first, stats.emitted) == ([5, 5, 5], None, 12)

@@ -80,7 +80,8 @@ def test_rows_come_in_order_and_resume_after_interruption(
     with broken.open("a") as file:
         file.write('{"index": 11, "input_sha')                  # a line that was being written
     monkeypatch.setattr(RequestReader, "begun", counted)
-    assert call(*args(target, rows, broken)).code == 0
+    answer = call(*args(target, rows, broken))
+    assert answer.code == 0 and f"{len(ROWS) - 8} rows · " in answer.err
     assert len(read_rows) == len(ROWS) - 8      # each once; what was finished is not done again
     assert texts(broken) == texts(whole)
 
@@ -114,7 +115,8 @@ def test_results_that_are_there_are_never_overwritten(
     other = tmp_path / "other.jsonl"
     other.write_text(rows.read_text().replace("Once", "Twice"))
     assert "another input" in call(*args(target, other, out)).err
-    assert "other options" in call(*args(target, rows, out), "--temperature", "1").err
+    for option in (["--temperature", "1"], ["--chat"]):
+        assert "other options" in call(*args(target, rows, out), *option).err
     assert out.read_bytes() == before
     notes = tmp_path / "notes.txt"
     for text in ("dear diary", "dear diary\n"):

@@ -240,6 +240,32 @@ def test_a_step_that_fails_ends_what_runs_and_leaves_what_waits(
     assert tokens_of(later, run(engine)) == expected(1)
 
 
+def test_a_chunk_that_fails_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = new_engine()
+    request = prefilling(engine)
+
+    def fail(prefill: object) -> bool:
+        raise RuntimeError("out of memory")
+
+    assert engine.scheduler.decoder is not None
+    monkeypatch.setattr(engine.scheduler.decoder, "read", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    later = engine.add_request(PROMPTS[1], max_new_tokens=NEW)
+    assert tokens_of(later, run(engine)) == expected(1)
+    assert request.status is Status.FINISHED
+
+
+def test_seconds_are_counted_once() -> None:
+    """Those of updates add up to the latency, those of several runs to what the clock says."""
+    engine = new_engine()
+    for prompt in PROMPTS[:2]:
+        engine.add_request(prompt, max_new_tokens=NEW)
+        updates = run(engine)
+        assert sum(update.seconds for update in updates) == pytest.approx(updates[-1].latency)
+        assert engine.stats.seconds == pytest.approx(engine.scheduler.clock.seconds)
+
+
 def test_several_threads_add_and_abort_while_one_steps() -> None:
     engine = new_engine()
     aborted = [engine.add_request(LONG, max_new_tokens=NEW) for _ in range(3)]

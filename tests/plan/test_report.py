@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from draftproof.plan.report import judged
+from draftproof.engine.budget import Adaptive
+from draftproof.plan.planner import learned
+from draftproof.plan.report import judged, read_start
 
 
 @pytest.mark.parametrize(("speed_up", "low", "high", "verdict"), [
@@ -17,3 +22,15 @@ def test_no_gain_is_claimed_that_lies_within_the_noise(
     speed_up: float, low: float, high: float, verdict: str
 ) -> None:
     assert judged(speed_up, low, high, 2) == verdict
+
+
+@pytest.mark.parametrize(("low", "drafter"), [(0.9, "none"), (1.1, "suffix")])
+def test_a_run_begins_with_a_plans_drafter_only_if_it_pays(
+    low: float, drafter: str, tmp_path: Path
+) -> None:
+    best = {"drafter": "suffix", "speed_up": 1.3, "low": low, "high": 1.5}
+    saved = {"best": best, "texts": 2, "options": {"assistant_model": []},
+             "start": {"suffix": learned(Adaptive(4))}}
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(saved))
+    assert read_start(file)["drafter"] == drafter
