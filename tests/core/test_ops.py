@@ -280,7 +280,7 @@ def test_suffixes_are_kept_and_found_alike() -> None:
         observed_alike(drafters, commit_of(range(3), more))
     ours, theirs = indexes
     assert ours.tags.count_nonzero() > 100
-    for name in ("text", "owners", "tags", "places", "counts"):
+    for name in ("text", "owners", "tags", "positions", "counts"):
         # the last is for nothing
         assert torch.equal(getattr(ours, name)[:-1], getattr(theirs, name)[:-1])
     for item, other in zip(drafters[0]._rows, drafters[1]._rows, strict=True):

@@ -66,6 +66,7 @@ def test_a_chat_request_needs_few_objects(monkeypatch: pytest.MonkeyPatch) -> No
             return await to.post(path, json={"messages": messages, **options})
 
     asyncio.run(post("/tokenize"))              # makes what all requests share
+    gc.unfreeze()                               # frozen objects would not be listed
     before = {id(value): value for value in gc.get_objects() if is_counted(value)}
     threading.setprofile(note)
     sys.setprofile(note)

@@ -166,6 +166,18 @@ static void exercise_layers(void) {
         library.quantize_bf16(f, random_numbers(5 * 512, 1), 5, 512, made, THREADS);
         PUT(name, "bytes", made, 5 * bytes[f]);
     }
+    /* of less than a page, which would be dropped; what follows has the same numbers as before */
+    uint64_t before = random_state;
+    enum { ROWS = 40, BLOCKS = 2 };
+    int64_t taken = 0, nbytes = BLOCKS * blocks_of[0].bytes;
+    Packing matrices[2];
+    for (int m = 0; m < 2; m++)
+        matrices[m] = (Packing){.rows = random_rows(0, ROWS * BLOCKS), .format = 1,
+            .records = memory(padded_to(ROWS, 32) * nbytes), .outputs = ROWS, .blocks = BLOCKS};
+    library.pack_matrices(matrices, 2, &taken);
+    for (int m = 0; m < 2; m++)
+        PUT("pack_matrices", "bytes", matrices[m].records, padded_to(ROWS, 32) * nbytes);
+    random_state = before;
 }
 
 /* -- a model -- */
