@@ -70,7 +70,7 @@ def test_it_streams_compares_and_says_whose_drafts_it_shows(server: Any, page: A
 
 
 def test_stop_and_escape_end_it_and_the_keyboard_keeps_its_place(page: Any) -> None:
-    page.fill("#max_tokens", "240")
+    page.route("**/v1/completions", lambda route: None)     # or the text may end before the keys
     page.uncheck("#compare")
     for stop in (lambda: page.keyboard.press("Escape"), lambda: page.keyboard.press("Enter")):
         page.focus("#go")
