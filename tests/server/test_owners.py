@@ -15,6 +15,7 @@ from draftproof.server.api import Server
 from draftproof.server.grammar import Grammars, json_rule
 from draftproof.server.guard import Access
 from draftproof.server.owners import Owners
+from draftproof.server.schema import Completion
 
 
 def test_owners_are_keys_and_salts() -> None:
@@ -27,6 +28,17 @@ def test_owners_are_keys_and_salts() -> None:
     assert all(-(1 << 63) <= number < 1 << 63 for number in numbers)
     shared = Owners(shared=True)
     assert shared.number("a", "") == shared.number("b", "") == 0 != shared.number("a", "s")
+
+
+def test_every_prompt_of_a_request_has_its_owner_and_priority() -> None:
+    hosted = Server(dp.load("demo", drafter="none"), "demo", length=64).first
+    body: dict[str, object] = {"prompt": PROMPTS[:3], "temperature": 1, "priority": 5}
+    requests, _ = hosted.read(Completion.model_validate(body), owner=7)
+    assert [(request.owner, request.priority) for request in requests] == [(7, 5)] * 3
+    for seed in (None, -1):                                     # a new text each time
+        again = Completion.model_validate({**body, "seed": seed})
+        seeds = {hosted.read(again)[0][0].sampling.seed for _ in range(2)}
+        assert len(seeds) == 2 and not seeds & {None, -1}
 
 
 @pytest.mark.needs_kernels
