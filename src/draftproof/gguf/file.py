@@ -1,8 +1,4 @@
-"""GGUF files: the header, the table of tensors, and files split into several parts.
-
-A file is memory-mapped. Its whole header is checked against the file's length before use, so no
-tensor reaches outside the mapping.
-"""
+"""GGUF files as tensors: views of the mapped file, or of all parts of a split one."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import torch
 
 from draftproof.errors import ModelNotFound
 from draftproof.gguf.blocks import BlockTensor, block_tensor
-from draftproof.gguf.header import read_header
+from draftproof.gguf.header import is_gguf, read_header
 from draftproof.gguf.metadata import Metadata
 
 _PART = re.compile(r"(.*)-(\d{5,})-of-(\d{5,})(\.gguf)", re.IGNORECASE)
@@ -30,18 +26,16 @@ class GGUFFile:
         parts: All files, in order; only `path` if it is not split.
         metadata: The metadata of the first part.
         tensors: Tensors by name, in the order of the table, as views of the mapped files.
-        opened_as: Its `identity` when it was opened.
     """
 
     def __init__(self, path: Path, parts: list[Path], metadata: Metadata,
                  tensors: dict[str, BlockTensor]) -> None:  # fmt: skip
         self.path, self.parts, self.metadata, self.tensors = path, parts, metadata, tensors
-        self.opened_as = self.identity()
 
     @staticmethod
     def recognises(path: str | Path) -> bool:
-        """Whether a path is an existing file with the extension of GGUF files, in any case."""
-        return str(path).lower().endswith(".gguf") and Path(path).is_file()
+        """As `is_gguf`."""
+        return is_gguf(path)
 
     @classmethod
     def open(cls, path: str | Path) -> GGUFFile:
@@ -55,15 +49,10 @@ class GGUFFile:
             UnsupportedModel: Its version or a type of tensor is unknown.
         """
         path = Path(path)
-        if path in _LAST and _LAST[path].identity() == _LAST[path].opened_as:
-            return _LAST[path]
         metadata, tensors = _read(path)
         parts = _parts(path, metadata)
         if len(parts) == 1:
-            file = cls(path, parts, metadata, tensors)
-            _LAST.clear()
-            _LAST[path] = file
-            return file
+            return cls(path, parts, metadata, tensors)
         tensors, first = {}, metadata
         for number, part in enumerate(parts):
             metadata, more = _read(part)
@@ -103,10 +92,6 @@ class GGUFFile:
             for part in self.parts if (stat := _stat(part))
         ]
         return hashlib.sha256(repr(stats).encode()).hexdigest()[:24]
-
-
-_LAST = dict[Path, GGUFFile]()
-"""The file that was opened last: its model and its tokenizer are asked for one after the other."""
 
 
 def _stat(path: Path) -> os.stat_result | None:

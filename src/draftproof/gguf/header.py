@@ -52,6 +52,11 @@ class Header(NamedTuple):
     entries: list[Entry]
 
 
+def is_gguf(path: str | Path) -> bool:
+    """Whether a path is an existing file with the extension of GGUF files, in any case."""
+    return str(path).lower().endswith(".gguf") and Path(path).is_file()
+
+
 def read_header(path: Path) -> Header:
     """Map a file, and read and check its header.
 
@@ -65,14 +70,16 @@ def read_header(path: Path) -> Header:
         UnsupportedModel: Its version or a type of tensor is unknown.
     """
     identity = _identity(path)
-    if identity not in _LAST:
+    header = _LAST.get(identity)
+    if header is None:
         header = _read(path)
         _LAST.clear()
         _LAST[identity] = header
-    return _LAST[identity]
+    return header
 
 
 _LAST = dict[tuple[object, ...], Header]()
+"""The header that was read last. The commands read it first, then the model and the tokenizer."""
 
 
 def _identity(path: Path) -> tuple[object, ...]:

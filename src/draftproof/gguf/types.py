@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from draftproof.native.formats import BLOCKS
+
 
 class BlockSize(NamedTuple):
     """The size of a type's blocks.
@@ -24,16 +26,11 @@ class BlockSize(NamedTuple):
 BLOCK_SIZES = {
     "F32": BlockSize(1, 4), "F16": BlockSize(1, 2), "BF16": BlockSize(1, 2), "F64": BlockSize(1, 8),
     "I8": BlockSize(1, 1), "I16": BlockSize(1, 2), "I32": BlockSize(1, 4), "I64": BlockSize(1, 8),
-    "Q4_0": BlockSize(32, 18), "Q4_1": BlockSize(32, 20), "Q5_0": BlockSize(32, 22),
-    "Q5_1": BlockSize(32, 24), "Q8_0": BlockSize(32, 34),
-    "Q2_K": BlockSize(256, 84), "Q3_K": BlockSize(256, 110), "Q4_K": BlockSize(256, 144),
-    "Q5_K": BlockSize(256, 176), "Q6_K": BlockSize(256, 210),
+    **{name: BlockSize(*size) for name, size in BLOCKS.items()},
     "IQ2_XXS": BlockSize(256, 66), "IQ2_XS": BlockSize(256, 74), "IQ2_S": BlockSize(256, 82),
     "IQ3_XXS": BlockSize(256, 98), "IQ3_S": BlockSize(256, 110),
     "IQ1_S": BlockSize(256, 50), "IQ1_M": BlockSize(256, 56),
-    "IQ4_NL": BlockSize(32, 18), "IQ4_XS": BlockSize(256, 136),
-    "TQ1_0": BlockSize(256, 54), "TQ2_0": BlockSize(256, 66),
-    "MXFP4": BlockSize(32, 17), "NVFP4": BlockSize(64, 36),
+    "TQ1_0": BlockSize(256, 54), "TQ2_0": BlockSize(256, 66), "NVFP4": BlockSize(64, 36),
 }  # fmt: skip
 """Every type that can be dequantised, by its name in ggml."""
 
