@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,11 +16,14 @@ import torch
 from draftproof.errors import ModelNotFound
 from draftproof.gguf.blocks import BlockTensor
 from draftproof.gguf.file import GGUFFile
+from draftproof.gguf.header import Entry
 from draftproof.gguf.types import BLOCK_SIZES, TYPE_NAMES, row_bytes
+from draftproof.native.declarations import structure
 from draftproof.native.formats import FORMATS
 from draftproof.native.kernels import kernels
 from draftproof.weights import pack_ahead
 from draftproof.weights.block_linear import pack_blocks
+from draftproof.weights.pack_ahead import Packing
 
 library = kernels()
 pytestmark = pytest.mark.skipif(library is None, reason="no library here")
@@ -68,6 +72,14 @@ def test_the_result_is_that_of_packing_later(tmp_path: Path) -> None:
         assert all(torch.equal(ready[name], wanted) for name, wanted in later.items())
 
 
+def test_the_structure_is_that_of_the_c_sources() -> None:
+    declared = structure("Packing")
+    assert [name for name, _ in declared._fields_] == [name for name, _ in Packing._fields_]
+    assert all(getattr(declared, name).offset == getattr(Packing, name).offset
+               for name, _ in Packing._fields_)  # fmt: skip
+    assert ctypes.sizeof(declared) == ctypes.sizeof(Packing)
+
+
 def test_only_the_whole_matrix_is_taken(tmp_path: Path) -> None:
     assert library is not None
     file = file_of(tmp_path / "m.gguf", {"blk.0.attn_q.weight": ("Q4_0", 64, 64)})
@@ -95,6 +107,12 @@ def test_what_our_own_forward_does_not_read_is_left(
     tensors = file.tensors.items()
     ready = [name.removesuffix(".weight") for name, tensor in tensors if packed_ahead(tensor)]
     assert ready == wanted
+
+
+def test_experts_in_a_matrixs_name_are_left() -> None:
+    matrix = Entry("blk.0.ffn_up.weight", "Q8_0", (32, 32), 0, 32 * 34)
+    assert pack_ahead.matrices_of([matrix]) == [matrix]
+    assert pack_ahead.matrices_of([matrix._replace(shape=(4, 32, 32))]) == []
 
 
 def test_stopping_frees_what_nobody_took(tmp_path: Path) -> None:
@@ -127,8 +145,11 @@ from draftproof.weights import pack_ahead
 taken, take = [], pack_ahead.take
 pack_ahead.take = lambda *matrix: taken.append(take(*matrix)) or taken[-1]
 assert "torch" not in sys.modules
-engine = setup.engine_of(EngineConfig({str(path)!r}, drafter="none"))
+config = EngineConfig({str(path)!r}, drafter="none")
+setup.start_pytorch(config, {{}})
+engine = setup.engine_of(config)
 assert len(taken) > 7 and None not in taken, taken
+assert pack_ahead.take(0, "Q8_0", 1, 1) is None
 print(engine.generate([[1, 2, 3]], max_new_tokens=8)[0].tokens)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

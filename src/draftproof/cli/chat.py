@@ -12,7 +12,7 @@ import typer
 
 from draftproof.cli import options as opt
 from draftproof.cli import show
-from draftproof.cli.setup import alone_engine, config_of, start
+from draftproof.cli.setup import alone_engine, config_of, start_pytorch
 from draftproof.errors import BadInput
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def chat(
 ) -> None:  # fmt: skip
     """Chat with a model; Ctrl-C stops the answer, not the conversation."""
     config = config_of(model, engine, bf16)
-    start(config, sampling)
+    start_pytorch(config, sampling)
     loaded = alone_engine(config, "chat", 512 << 20)
     length = min(max_model_len, loaded.target.context)
     wanted = _to_the_end(replace(loaded.sampling, **sampling), length)

@@ -20,7 +20,7 @@ from draftproof.cli.setup import (
     lost,
     main_process_only,
     must_have_folders,
-    start,
+    start_pytorch,
 )
 from draftproof.engine.config import EngineConfig
 from draftproof.errors import BadInput
@@ -73,7 +73,7 @@ def run(
     if source == "" and not is_batch:
         raise BadInput("the prompt is empty; give at least one character")
     prompt_text = _prompt(source, may_be_stdin=False)
-    start(config, sampling, loads=ray is None)
+    start_pytorch(config, sampling, loads=ray is None)
     with main_process_only(config) as group:
         if is_batch:
             assert prompts is not None and out is not None

@@ -35,7 +35,6 @@ def engine_of(config: EngineConfig) -> Engine:
     gc.disable()                # imports and vocabularies make a million objects without garbage
     try:
         with show.loading("starting PyTorch"):
-            _pack_ahead(config)
             from draftproof.engine.load import build
 
             return build(config)
@@ -45,7 +44,7 @@ def engine_of(config: EngineConfig) -> Engine:
         gc.enable()
 
 
-def start(config: EngineConfig, sampling: dict[str, Any], *, loads: bool = True) -> None:
+def start_pytorch(config: EngineConfig, sampling: dict[str, Any], *, loads: bool = True) -> None:
     """Import PyTorch, and check the sampling options before a model is loaded.
 
     Args:
@@ -75,9 +74,12 @@ def _pack_ahead(config: EngineConfig) -> None:
     unpacked = config.dtype or config.quantize or config.parallel or config.compile or config.graphs
     if "torch" in sys.modules or unpacked or config.device not in (None, "cpu"):
         return
-    if isinstance(model, (str, Path)) and str(model).lower().endswith(".gguf"):
-        from draftproof.weights import pack_ahead
+    if not isinstance(model, (str, Path)) or Path(model).suffix.lower() != ".gguf":
+        return                                          # the reader of headers imports NumPy
+    from draftproof.gguf.header import is_gguf
+    from draftproof.weights import pack_ahead
 
+    if is_gguf(model):
         pack_ahead.start(model)
 
 

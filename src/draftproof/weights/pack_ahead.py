@@ -18,11 +18,12 @@ from draftproof.native.formats import BLOCKS, FORMATS, STRIP
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 MATRICES = {"attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_up",
             "ffn_down"}
-"""The matrices of layers that our own forward reads. A file with others is not packed ahead."""
+"""The matrices of layers that our own forward reads. A file with others is not packed ahead, since
+transformers runs it, in unpacked weights."""
 
 
 class Packing(ctypes.Structure):
-    """A matrix to pack, as linear.c has it."""
+    """A matrix to pack: the structure of this name in linear.c."""
 
     _fields_ = (("rows", ctypes.c_void_p), ("records", ctypes.c_void_p),
                 ("format", ctypes.c_int64), ("outputs", ctypes.c_int64),
@@ -106,7 +107,7 @@ def start(path: str | Path) -> None:
     header = read_header(Path(path))
     if header.metadata.integer("split.count", 1) > 1:
         return
-    entries = _matrices(header.entries)
+    entries = matrices_of(header.entries)
     library = build.load().loaded if entries else None
     stop()
     if library is not None:
@@ -126,7 +127,7 @@ def stop() -> None:
     _running = None
 
 
-def _matrices(entries: list[Entry]) -> list[Entry]:
+def matrices_of(entries: list[Entry]) -> list[Entry]:
     """The matrices that a model of our own forward multiplies; none if it has others as well."""
     head = HEAD if any(entry.name == HEAD for entry in entries) else EMBEDDING
     chosen = list[Entry]()
@@ -135,7 +136,7 @@ def _matrices(entries: list[Entry]) -> list[Entry]:
         kind = name.partition(".")[2].removesuffix(".weight") if block == "blk" else ""
         if len(entry.shape) < 2 or entry.name in {EMBEDDING, HEAD} - {head}:
             continue
-        if entry.name != head and kind not in MATRICES:
+        if len(entry.shape) > 2 or (entry.name != head and kind not in MATRICES):
             return []
         if entry.type in FORMATS:
             chosen.append(entry)
