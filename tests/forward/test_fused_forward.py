@@ -26,6 +26,7 @@ FAMILIES = {
                              "head_dim": 48}),
     "mistral sliding": ("Mistral", {"sliding_window": 70}),
     "qwen2": ("Qwen2", {}),
+    "mistral, heads of 80": ("Mistral", {"head_dim": 80, "num_attention_heads": 4}),
     "qwen3 wide heads": ("Qwen3", {"num_key_value_heads": 1, "head_dim": 128}),
     "granite": ("Granite", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4,
                             "attention_multiplier": 0.2, "logits_scaling": 4.0}),
@@ -41,7 +42,8 @@ FAMILIES = {
         },
     }),
 }  # fmt: skip
-CACHES = [*((family, None) for family in FAMILIES), ("llama bias", "int8"), ("gemma3", "int8")]
+IN_8_BITS = ("llama bias", "mistral, heads of 80", "qwen3 wide heads", "gemma3")
+CACHES = [*((family, None) for family in FAMILIES), *((family, "int8") for family in IN_8_BITS)]
 SHAPE = TreeShape.from_digits(["0", "1", "2", "00", "01", "10", "20", "000", "010", "0100"])
 
 library = kernels()

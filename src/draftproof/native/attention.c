@@ -5,14 +5,15 @@
 #endif
 #include "model.h"
 
-/* Keys are taken BLOCK at a time, queries TOGETHER, and a thread takes up to MOST queries. */
-enum { BLOCK = LANES, TOGETHER = 8, MOST = 48, WIDEST = 256 };
+/* Keys are taken BLOCK at a time, WORDS of 32 bits of each, a line of the cache; queries
+ * TOGETHER; and a thread takes up to MOST queries. */
+enum { BLOCK = LANES, WORDS = 16, TOGETHER = 8, MOST = 48, WIDEST = 256 };
 /* A text is read in spans of this many positions from its beginning, whatever is committed: each
  * span has its own softmax, and spans are merged in text order. Up to FEW nodes, the threads share
  * the spans. */
 enum { SPAN = 512, FEW = 64, MOST_MERGED = 1 << 24 };
 /* Slots whose values stay in the L1 cache, and queries for which registers hold two vectors. */
-enum { NEAR = 32, MOST_OF_TWO = LANES == 8 ? 6 : TOGETHER };
+enum { NEAR = 32, MOST_OF_TWO = LANES == 8 ? 6 : TOGETHER, MOST_OF_FOUR = LANES == 16 ? 6 : 0 };
 
 /* A query: a node, the `place`-th of its row in this read, and a head. Its path from the root, and
  * the beginning of its window. */
@@ -35,13 +36,12 @@ typedef struct {
 
 /* Queries of one key head in one row, and their working memory for the slots from `base`, a
  * multiple of SPAN, to `length`, and the `nodes` after it: heads and sums [count] [size], scores
- * and then probabilities [count][stride], and a tile of keys [size][BLOCK]. */
+ * and then probabilities [count][stride]. */
 typedef struct {
     Query *queries;
     Held held;
     int64_t size, count, stride, base, earliest, length, nodes;
     float *heads, *scores, *sums;
-    lanes *tile;
 } Heard;
 
 static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
@@ -129,6 +129,14 @@ static void all_softened(const Heard *of, const Query *query, float *scores, Sof
     int64_t kept = apart ? 0 : deep;
     memset(scores + last + kept, 0, (size_t)(of->nodes - kept) * sizeof *scores);
     for (int64_t d = 0; apart && d < deep; d++) scores[last + query->path[d]] = on[d];
+    if (!of->held.value_scales) return;
+    /* the values that are added are codes */
+    for (int64_t s = first, left; s < last + of->nodes; s += LANES) {
+        left = last + of->nodes - s;
+        lanes share = loaded(scores + s) * partly(of->held.value_scales + base + s,
+                left < LANES ? left : LANES);
+        memcpy(scores + s, &share, sizeof share);
+    }
 }
 
 /* `CALL(n)` with n = `some`, 1 to TOGETHER: so many sums stay in registers. */
@@ -144,68 +152,85 @@ static void all_softened(const Heard *of, const Query *query, float *scores, Sof
     default: CALL(8); \
     }
 
-/* Transposes the BLOCK keys from `slot` on into the tile. Memory after the last slot may not belong
- * to the store, and is not read. */
-static void beside(const Heard *of, int64_t slot) {
-    int64_t size = of->size, some = of->length + of->nodes - slot;
-    const bf16 *keys = (const bf16 *)of->held.keys + slot * size;
-    bf16 own[BLOCK * WIDEST];
-    if (some < BLOCK || of->held.key_scales) {
-        some = some < BLOCK ? some : BLOCK;
-        memset(own + some * size, 0, (size_t)((BLOCK - some) * size) * sizeof *own);
-        if (!of->held.key_scales) memcpy(own, keys, (size_t)(some * size) * sizeof *own);
-        for (int64_t i = 0; of->held.key_scales && i < some * size; i += LANES)
-            narrowed(own + i, decoded((const int8_t *)of->held.keys + slot * size + i,
-                    of->held.key_scales[slot + i / size]));
-        keys = own;
+/* Transposes WORDS words of the BLOCK keys from `slot` on, from the `i`-th number on: each word of
+ * all these keys side by side. Only `some` words belong to the keys. Memory after the last slot may
+ * not belong to the store, and is not read. */
+static void transposed_keys(const Heard *of, int64_t slot, int64_t i, int64_t some, lanes *tile) {
+    int64_t each = of->held.key_scales ? 1 : (int64_t)sizeof(bf16), stride = of->size * each;
+    int64_t keys = of->length + of->nodes - slot, word = (int64_t)sizeof(int32_t);
+    const char *from = (const char *)of->held.keys + slot * stride + i * each;
+    int32_t own[BLOCK * WORDS];
+    if (keys < BLOCK || some < WORDS) {
+        memset(own, 0, sizeof own);
+        for (int64_t j = 0; j < (keys < BLOCK ? keys : BLOCK); j++)
+            memcpy(own + j * WORDS, from + j * stride, (size_t)(some * word));
+        from = (const char *)own, stride = WORDS * word;
     }
-    lanes *tile = of->tile;
-    int64_t bytes = of->held.key_scales ? 1 : (int64_t)sizeof(bf16);
-    const char *ahead = (const char *)of->held.keys + (slot + 2 * BLOCK) * size * bytes;
-    for (int64_t i = 0; i < size; i += 2 * LANES) {
-        lanes square[BLOCK] = {};
-        int64_t pairs = i + 2 * LANES <= size ? LANES : LANES / 2;
-        for (int64_t j = 0; j < BLOCK; j++)
-            __builtin_prefetch(ahead + (j * size + i) * bytes);
-        for (int64_t j = 0; j < BLOCK; j++)
-            if (pairs == LANES) memcpy(square + j, keys + j * size + i, sizeof *square);
-            else memcpy(square + j, keys + j * size + i, sizeof *square / 2);
+    for (int64_t w = 0; w < WORDS; w += LANES) {
+        lanes square[BLOCK];
+        _Pragma("GCC unroll 16") for (int64_t j = 0; j < BLOCK; j++)
+            square[j] = loaded((const float *)(from + j * stride + w * word));
         transposed(square);
-        for (int64_t j = 0; j < pairs; j++) {
-            *tile++ = (lanes)((bits)square[j] << 16);
-            *tile++ = (lanes)((bits)square[j] & ~0xffff);
-        }
+        memcpy(tile + w, square, sizeof square);
     }
 }
 
-/* Scores of `some` queries from `first` on for the BLOCK slots from `slot` on, whose keys are in
- * the tile. Each is a sum along size. */
-ALWAYS void scored(const Heard *of, int64_t first, const int some, int64_t slot, float scale) {
-    const float *heads = of->heads + first * of->size;
-    lanes sum[TOGETHER] = {};
-    for (int64_t i = 0; i < of->size; i++)
-        _Pragma("GCC unroll 8") for (int q = 0; q < some; q++)
-            sum[q] += of->tile[i] * heads[q * of->size + i];
-    for (int q = 0; q < some; q++) {
-        sum[q] *= scale;
-        memcpy(of->scores + (first + q) * of->stride + slot - of->base, &sum[q], sizeof sum[q]);
+/* The `n`-th of the numbers in each word: two in bfloat16, or four codes of 8 bits. */
+ALWAYS lanes number_of(bits word, const int coded, const int n) {
+    if (coded) return number((bits)((words)word << (24 - 8 * n)) >> 24);
+    return (lanes)(n ? word & ~0xffff : word << 16);
+}
+
+/* Continues the scores of `some` queries from `first` on for the BLOCK slots from `slot` on by the
+ * `count` words in the tile, whose first is the `i`-th number. Each score is a sum along size.
+ * Prefetches the same words of keys 2 * BLOCK slots ahead, while it reads the tile for the first
+ * queries. */
+ALWAYS void scored(const Heard *of, int64_t first, const int some, const int coded, int64_t slot,
+        int64_t i, int64_t count, const lanes *tile, float scale) {
+    const int each = coded ? 4 : 2;
+    const float *heads = of->heads + first * of->size + i;
+    float *scores = of->scores + first * of->stride + slot - of->base;
+    int64_t bytes = of->size * 4 / each;
+    const char *ahead = (const char *)of->held.keys + (slot + 2 * BLOCK) * bytes + i * 4 / each;
+    lanes sum[TOGETHER];
+    _Pragma("GCC unroll 8") for (int q = 0; q < some; q++)
+        sum[q] = i ? loaded(scores + q * of->stride) : (lanes){};
+    for (int64_t w = 0; w < count; w++) {
+        if (!first && w < BLOCK) __builtin_prefetch(ahead + w * bytes);
+        _Pragma("GCC unroll 4") for (int n = 0; n < each; n++) {
+            lanes key = number_of((bits)tile[w], coded, n);
+            _Pragma("GCC unroll 8") for (int q = 0; q < some; q++)
+                sum[q] += key * heads[q * of->size + each * w + n];
+        }
     }
+    if (i + each * count == of->size) {
+        lanes factor = spread(scale);
+        int64_t keys = of->length + of->nodes - slot;
+        if (coded) factor *= partly(of->held.key_scales + slot, keys < BLOCK ? keys : BLOCK);
+        _Pragma("GCC unroll 8") for (int q = 0; q < some; q++) sum[q] *= factor;
+    }
+    _Pragma("GCC unroll 8") for (int q = 0; q < some; q++)
+        memcpy(scores + q * of->stride, &sum[q], sizeof sum[q]);
 }
 
 static void all_scored(const Heard *of, float scale) {
     int64_t first = of->earliest > of->base ? of->earliest / BLOCK * BLOCK : of->base;
-    for (int64_t s = first; s < of->length + of->nodes; s += BLOCK) {
-        beside(of, s);
-#define SCORED(n) scored(of, q, n, s, scale)
-        for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SCORED)
-    }
+    int64_t each = of->held.key_scales ? 4 : 2;
+    lanes tile[WORDS];
+    for (int64_t s = first; s < of->length + of->nodes; s += BLOCK)
+        for (int64_t i = 0, count; i < of->size; i += each * count) {
+            count = of->size - i < each * WORDS ? (of->size - i) / each : WORDS;
+            transposed_keys(of, s, i, count, tile);
+#define SCORED(n) each == 4 ? scored(of, q, n, 1, s, i, count, tile, scale) \
+        : scored(of, q, n, 0, s, i, count, tile, scale)
+            for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SCORED)
+        }
 }
 
-/* LANES numbers of the values of a slot, from the `i`-th on. */
+/* LANES numbers of the values of a slot, or their codes, from the `i`-th on. */
 ALWAYS lanes value_at(const Heard *of, const int coded, int64_t slot, int64_t i) {
     if (!coded) return wide((const bf16 *)of->held.values + slot * of->size + i);
-    return decoded((const int8_t *)of->held.values + slot * of->size + i,
-            of->held.value_scales[slot]);
+    return number(from_bytes((const int8_t *)of->held.values + slot * of->size + i));
 }
 
 /* Continues the sums of values of `some` queries from `first` on over slots `from` to `to`, V
@@ -217,15 +242,16 @@ ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int 
     int64_t bytes = coded ? 1 : (int64_t)sizeof(bf16);
     for (int64_t i = 0; i < of->size; i += V * LANES) {
 #define EACH_SUM _Pragma("GCC unroll 8") for (int q = 0; q < some; q++) \
-        _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
-        lanes sum[TOGETHER][2];
+        _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
+        lanes sum[TOGETHER][4];
         EACH_SUM
             sum[q][v] = loaded(of->sums + (first + q) * of->size + i + v * LANES);
         for (int64_t s = from; s < to; s++) {
-            lanes value[2];
-            _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
+            lanes value[4];
+            _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
                 value[v] = value_at(of, coded, s, i + v * LANES);
-            __builtin_prefetch(values + ((s + NEAR) * of->size + i) * bytes);
+            _Pragma("GCC unroll 2") for (int v = 0; v < V; v += 2)
+                __builtin_prefetch(values + ((s + NEAR) * of->size + i + v * LANES) * bytes);
             EACH_SUM sum[q][v] += chances[q * of->stride + s] * value[v];
         }
         EACH_SUM
@@ -240,7 +266,9 @@ ALWAYS void summed(const Heard *of, int64_t first, const int some, const int cod
     memset(of->sums + first * of->size, 0, (size_t)(some * of->size) * sizeof(float));
     for (int64_t s = from, next; s < to; s = next) {
         next = s + NEAR < to ? s + NEAR : to;
-        if (some <= MOST_OF_TWO && of->size % (2 * LANES) == 0)
+        if (some <= MOST_OF_FOUR && of->size % (4 * LANES) == 0)
+            summed_on(of, first, some, coded, 4, s, next);
+        else if (some <= MOST_OF_TWO && of->size % (2 * LANES) == 0)
             summed_on(of, first, some, coded, 2, s, next);
         else summed_on(of, first, some, coded, 1, s, next);
     }
@@ -315,11 +343,10 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
     Heard heard = {
         .queries = queries, .held = held, .size = size, .count = count, .stride = stride,
         .earliest = length,
-        .heads = scratch(count * (stride + 3 * size) + BLOCK * size),
+        .heads = scratch(count * (stride + 3 * size)),
     };
     float *all = heard.heads + count * size;
     heard.sums = all + count * size, heard.scores = heard.sums + count * size;
-    heard.tile = (lanes *)(heard.scores + count * stride);
     for (int64_t q = 0; q < count; q++) {
         int64_t place = (from + q) / group, node = node_at(read, row, place);
         int64_t head = key_head * group + (from + q) % group;

@@ -77,11 +77,6 @@ static inline lanes from_half(const uint16_t *from) {
     return from_halves(h);
 }
 
-/* 8-bit codes times their scale, rounded. */
-static inline lanes decoded(const int8_t *from, bf16 scale) {
-    return rounded(number(from_bytes(from)) * widen(scale));
-}
-
 /* x in all places; x plus zeros would be another number where x is -0. */
 static inline lanes spread(float x) { return x - (lanes){}; }
 
