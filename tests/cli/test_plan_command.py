@@ -59,7 +59,7 @@ def test_logs_are_planned_for_a_machine_that_is_not_here(
     logs.write_text(json.dumps(row) + "\n")
     answer = call("plan", target, "--logs", str(logs), "--machine", "gaudi3")
     assert answer.code == 0, answer.err
-    assert "gaudi3 by figures, not measured" in answer.out
+    assert "gaudi3 calculated, not measured" in answer.out
 
 
 @pytest.mark.parametrize(("options", "why"), [

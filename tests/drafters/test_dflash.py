@@ -228,7 +228,7 @@ def test_a_malformed_setting_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_tensor_too_much_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DrafterMismatch, match="which nothing here uses"):
+    with pytest.raises(DrafterMismatch, match="which is not supported"):
         loaded(written(tmp_path, weights(second=True)))
 
 

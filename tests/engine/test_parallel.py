@@ -143,7 +143,7 @@ def test_a_process_alone_agrees_with_itself() -> None:
     ({"parallel": "tensor"}, "torchrun"),
     ({"parallel": "megatron"}, "choose one of tensor, deepspeed"),
     ({"parallel": "tensor", "quantize": "int8"}, "no quantisation"),
-    ({"parallel": "tensor", "drafter": "self-layers:1"}, "made of the model itself"),
+    ({"parallel": "tensor", "drafter": "self-layers:1"}, "no self-drafting"),
     ({"parallel": "deepspeed"}, "pip install deepspeed"),
 ])  # fmt: skip
 def test_a_mistaken_use_is_one_sentence(

@@ -148,7 +148,7 @@ def test_abort_of_a_finished_or_unknown_request_does_nothing() -> None:
 def test_an_id_names_one_request_while_it_has_not_ended() -> None:
     engine = new_engine()
     request = engine.add_request(PROMPTS[0], max_new_tokens=NEW, request_id="mine")
-    with pytest.raises(BadInput, match="there is a request 'mine' already"):
+    with pytest.raises(BadInput, match="the request id 'mine' is in use"):
         engine.add_request(PROMPTS[1], request_id="mine")
     run(engine)
     assert request.id == "mine"

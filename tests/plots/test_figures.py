@@ -66,7 +66,7 @@ def test_a_measurement_shows_every_method_with_its_interval(tmp_path: Path) -> N
 def test_a_plan_shows_predictions_and_costs(tmp_path: Path) -> None:
     plan_plot.plot(a_plan(), tmp_path / "p.svg")
     texts = texts_of(tmp_path / "p.svg")
-    for words in ("m on a100 (by its data sheet, not measured)", "T = 0.7", "1.60", "batch 8",
+    for words in ("m on a100 (calculated, not measured)", "T = 0.7", "1.60", "batch 8",
                   "milliseconds", "draft tokens per row"):
         assert words in texts
 

@@ -136,7 +136,7 @@ def _audited(options: SimpleNamespace) -> tuple[str, Audit]:
     name = hf or options.reference or options.model
     known, tokenizer = load_model(name, options.dtype, options.device), load_tokenizer(name)
     if known.config.is_encoder_decoder:
-        raise BadInput(f"{name} is an encoder-decoder, which audit does not know")
+        raise BadInput(f"{name} is an encoder-decoder, which audit does not support")
     vocab, ends = int(known.config.get_text_config().vocab_size), stop_tokens(known)
     distribution, opaque = audits.model_distribution(known, want), frozenset[int]()
     length = length or (3 if vocab <= 64 else 2)
@@ -145,12 +145,12 @@ def _audited(options: SimpleNamespace) -> tuple[str, Audit]:
         engine = audits.assisted(known, draft, want, length, tokens, ends)
     elif endpoint:
         if tokenizer is None:
-            raise BadInput(f"there is no tokenizer in {name}; it tells a server's tokens apart")
+            raise BadInput(f"there is no tokenizer in {name}; it splits a server's text")
         size = min(len(tokenizer), vocab)
         engine = audits.Endpoint(endpoint, options.model, want, length, tokenizer, size)
         distribution, opaque = engine.merged(distribution), engine.shared
     if tokenizer is None and options.prompt is not None:
-        raise BadInput(f"there is no tokenizer in {name} that reads --prompt; leave it out")
+        raise BadInput(f"there is no tokenizer in {name} to encode --prompt; leave --prompt out")
     texts = OPENINGS if options.prompt is None else (options.prompt,)
     prompts = [(1, 2, 3)] if tokenizer is None else [tokenizer(text)["input_ids"] for text in texts]
     ids = max(prompts, key=lambda prompt: _choices(distribution, prompt, options.samples))

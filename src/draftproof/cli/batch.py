@@ -114,13 +114,13 @@ class Batch:
         try:
             rows = [json.loads(text) for text in complete]
             if not all(row["input_sha256"] == lines[row["index"]].digest for row in rows):
-                why = "answers another input"
+                why = "has the results of another input"
             elif not all(row["settings"] == self._settings for row in rows):
-                why = "was begun with other options"
+                why = "was written with other options"
         except (ValueError, TypeError, KeyError, IndexError):
-            why = "has something else in it than results"
+            why = "contains something other than results"
         if not (half.startswith(begins) or begins.startswith(half)):
-            why = "ends in something else than results"
+            why = "ends with something other than results"
         if why:
             raise BadInput(f"{self.out} {why}; give another --out, or remove it")
         with self.out.open("r+b") as out:

@@ -69,8 +69,8 @@ def outcomes(batch: Batch, lines: Sequence[Line], workers: int) -> Iterator[Outc
             yield from ray.get(promise)
     except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
         raise RankLost(
-            f"{1 + RETRIES} Ray workers ended on the same rows, for want of memory perhaps; see "
-            "Ray's logs; the same command goes on with what is left"
+            f"{1 + RETRIES} Ray workers ended on the same rows, perhaps out of memory; see "
+            "Ray's logs; the same command resumes with the remaining rows"
         ) from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, DraftproofError):

@@ -154,7 +154,7 @@ def _keys(key: str | None, file: Path | None) -> list[str]:
         raise BadInput(f"--api-keys {file} cannot be read: {error}") from None
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
-        raise BadInput(f"--api-keys {file} has no key; write one a line, or leave it out")
+        raise BadInput(f"--api-keys {file} has no key; write one per line, or leave it out")
     return [*keys, *([key.strip()] if key is not None else [])]
 
 
@@ -171,7 +171,7 @@ def _facts(server: Server) -> list[str]:
     quantised = f", {target.quantization}" if target.quantization is not None else ""
     most = engine.budget.max_draft_tokens
     drafts = f"drafts up to {most} tokens a round" if most else "none"
-    access = f"{len(keys)} API keys" if keys else "no API key: open to everybody"
+    access = f"{len(keys)} API keys" if keys else "no API key: anyone who reaches it may use it"
     learns = ("from the texts of all" if server.owners.shared or not keys
               else "for each key from its own texts")
     return [

@@ -66,7 +66,7 @@ def _adapted(merged: MergedAdapter, options: dict[str, object], bf16: bool, cach
 
 def _put(sources: dict[str, Source], name: str, source: Source) -> None:
     if name in sources:
-        raise BadInput(f"two models are called {name!r}; name one of them otherwise: NAME={name}")
+        raise BadInput(f"two models are called {name!r}; rename one of them: NAME={name}")
     sources[name] = source
 
 

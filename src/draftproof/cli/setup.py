@@ -105,7 +105,7 @@ def must_decode_alone(engine: Engine, command: str) -> Engine:
     """Return the engine; refuse a model with an encoder, which not all commands support."""
     if engine.target.is_encoder_decoder:
         raise BadInput(
-            f"{engine.target.name} is an encoder-decoder, which {command} does not know; "
+            f"{engine.target.name} is an encoder-decoder, which {command} does not support; "
             "run, serve and bench do"
         )
     return engine

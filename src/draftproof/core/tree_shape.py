@@ -24,11 +24,11 @@ class TreeShape:
         known = {()} | set(self.paths)
         for path in self.paths:
             if path == () or any(rank < 0 for rank in path):
-                raise ValueError(f"tree path {path} is not one of ranks; the root is implied")
+                raise ValueError(f"tree path {path} must be ranks, without the root")
             if path[:-1] not in known:
                 raise ValueError(f"tree path {path} has no parent; add {path[:-1]}")
         if len(known) != len(self.paths) + 1:
-            raise ValueError("tree paths are given more than once")
+            raise ValueError("a tree path occurs more than once")
         ordered = sorted(self.paths, key=lambda path: (len(path), path))
         object.__setattr__(self, "paths", tuple(ordered))
 

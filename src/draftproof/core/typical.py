@@ -116,6 +116,6 @@ def rule_of(acceptance: str | Rule, lossy: Typical | None) -> tuple[str, Rule]:
     if acceptance not in (("match", "typical") if lossy else RULES):
         raise BadInput(
             f"acceptance was {acceptance!r:.60}; choose one of {', '.join(RULES)}, a Rule, or "
-            "lossy=True, which is not what the target would write, and leave the other one out"
+            "lossy=True, which changes the text; give one of the two"
         )
     return ("typical", lossy.rule) if lossy else (str(acceptance), RULES[str(acceptance)])

@@ -194,7 +194,7 @@ def _load(form: Format, checkpoint: Checkpoint, target: Vocabulary, name: str) -
         )
     _must_agree(head)
     if not hasattr(cast(Any, head.layers.layers[0]).self_attn, "k_norm"):
-        raise DrafterMismatch(f"{head.name} has layers without norms of heads; it is not loaded")
+        raise DrafterMismatch(f"{head.name} has no query and key norms; it is not supported")
     head.must_fuse(target, len(settings[INPUTS] or settings[OUTPUTS]))
     embedding, mapped = tensors.pop("embedding", None), head.token_map(target)
     if mapped is not None and ("lm_head.weight" not in tensors or settings["selector_rank"]):

@@ -292,6 +292,6 @@ def self_draft_options(name: str) -> tuple[int | None, str | None]:
     if kind in KINDS and not count:
         return None, kind
     raise BadInput(
-        f"the drafter was {name!r}; a target drafts for itself as self-int8, self-int4, or "
+        f"the drafter was {name!r}; self-drafting is called self-int8, self-int4, or "
         "self-layers:N"
     )

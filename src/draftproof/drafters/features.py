@@ -235,8 +235,8 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor], like: Vocabulary, nam
     strange = sorted(tensors.keys() - wanted.keys())
     if strange:
         raise DrafterMismatch(
-            f"{name} holds {strange[0]}, which nothing here uses; it would draft worse without it, "
-            "and is not loaded"
+            f"{name} holds {strange[0]}, which is not supported; the head would draft worse "
+            "without it, so it is not loaded"
         )
     must_hold(tensors, wanted, name)
     with torch.inference_mode(False):

@@ -192,8 +192,8 @@ def load_alone(source: Checkpoint, target: Vocabulary) -> PairDrafter | SeveralL
     strange = sorted({*source.files} - {*names.values()})
     if not names or strange:
         raise DrafterMismatch(
-            f"{name} holds {strange[0] if strange else 'nothing'}, which nothing here uses; it "
-            "would draft worse without it, and is not loaded"
+            f"{name} holds {strange[0] if strange else 'nothing'}, which is not "
+            "supported; it would draft worse without it, so it is not loaded"
         )
     flat = {**settings, **(settings.get(LAYERS) or {}), **(settings.get("text_config") or {})}
     return _made(layout, names, source.files, flat, target, name)

@@ -31,13 +31,13 @@ from draftproof.native.trees import TreeBuffer, texts_of
 Member = structure("Member")
 
 LEVELS = 16
-"""Kinds of node of a member, by the chance it gives."""
+"""Confidence levels of each member; acceptance is counted per level."""
 FADE = 0.98
 """Decay of counts per round."""
 TRUST = 2.0
-"""Weight of a member's confidence, in comparisons, as prior of how often it was right."""
+"""Weight of a member's own confidence as a prior, in verified nodes."""
 UNKNOWN = 0.4
-"""The chance of a node after its parent, from a member that gives none."""
+"""Probability of a node after its parent, for a member without a confidence."""
 
 
 class Portfolio(Drafter):
@@ -70,7 +70,7 @@ class Portfolio(Drafter):
                     f"{member.name} keeps a KV cache of its own tree; use it alone"
                 )
         if not members:
-            raise BadInput("a portfolio of no drafters was asked for; give it at least one")
+            raise BadInput("a portfolio needs at least one drafter")
         self.members = tuple(members)
         layers = {layer for member in members for layer in member.hidden_layers}
         self.hidden_layers = tuple(sorted(layers))

@@ -52,7 +52,7 @@ class PromptLookup(Drafter):
     def __init__(self, longest: int = 16, shortest: int = 1) -> None:
         if not 1 <= shortest <= longest:
             raise BadInput(
-                f"prompt lookup was given n-grams of {shortest} to {longest} tokens; "
+                f"prompt lookup had n-grams of {shortest} to {longest} tokens; "
                 "give 1 <= shortest <= longest"
             )
         self.sizes = (longest, shortest, NEAR, PLACES)

@@ -172,12 +172,12 @@ def likely_successors(
         known = (table.tags[place] == tag) & (table.owners[place] == owners[:, None])
         slots = torch.where(known[1], place[1], 2 * table.slots)
         slots = torch.where(known[0], place[0], slots)                                  # [B, w]
-        fan = few if level else BEST
-        steps = best.values[..., None] * table.confidence[slots, :fan]                 # [B, w, fan]
+        branching = few if level else BEST
+        steps = best.values[..., None] * table.confidence[slots, :branching]           # [B, w, K]
         parents = (best.indices + start)[..., None].expand_as(steps).flatten(1)
         start += tokens.shape[1]
         before = above[..., None].expand_as(steps).flatten(1)
-        tokens, confidence = table.tokens[slots, :fan].long().flatten(1), steps.flatten(1)
+        tokens, confidence = table.tokens[slots, :branching].long().flatten(1), steps.flatten(1)
         pool.append((tokens, parents, confidence))
     tokens, parents, confidence = (torch.cat(part, 1) for part in zip(*pool, strict=True))
     return TokenTree.likeliest(tokens, parents, confidence, nodes, depth)

@@ -260,7 +260,7 @@ class Engine:
             BadInput: The request cannot be honoured, or another request has this id.
         """
         if any(other.id == request_id for other in self.scheduler.requests()):
-            raise BadInput(f"there is a request {request_id!r:.60} already; name it otherwise")
+            raise BadInput(f"the request id {request_id!r:.60} is in use; choose another")
         (request,) = self.read([prompt], max_new_tokens=max_new_tokens, sampling=sampling, n=n)
         request.on_update, request.id = on_update, request_id or request.id
         return self.scheduler.add(request)

@@ -89,7 +89,7 @@ def load(model: str | Path | PreTrainedModel, **options: Unpack[LoadOptions]) ->
 
 def build(config: EngineConfig) -> Engine:
     """Load everything that a configuration names, and check that it fits together."""
-    itself, group = _self_draft(config), _group(config)
+    self_draft, group = _self_draft(config), _group(config)
     doing(f"reading {_shown(config.model)}")
     with group.raise_on_rank_failure():
         native = native_source(config.model, config)
@@ -107,8 +107,9 @@ def build(config: EngineConfig) -> Engine:
             )
     drafter: Drafter | None = None
     original = target.model
-    if itself is not None and itself.keywords["quantize"]:  # of the original, before it is freed
-        drafter = itself(target)
+    if self_draft is not None and self_draft.keywords["quantize"]:
+        # A copy of the original weights, before they are freed.
+        drafter = self_draft(target)
     if config.quantize is not None and target.quantization is None:
         doing(f"quantising to {config.quantize}")
         named = isinstance(config.model, (str, Path))
@@ -116,7 +117,7 @@ def build(config: EngineConfig) -> Engine:
         target = variants.quantized(target, config.quantize, passage, give_up=named)
     if drafter is None:
         doing(f"preparing the drafter {_shown(config.assistant_model or config.drafter or '')}")
-        drafter = itself(target) if itself is not None else _drafter(config, target, codec)
+        drafter = self_draft(target) if self_draft is not None else _drafter(config, target, codec)
     if config.exact_bits:
         from draftproof.model.exact_target import exact
 
@@ -177,7 +178,7 @@ def _group(config: EngineConfig) -> ProcessGroup:
     if config.parallel is not None and (needs_one_model or _self_draft(config) is not None):
         raise BadInput(
             "a parallel run loads a part of the model on each rank: give its name, no "
-            "quantisation, and no drafter that is made of the model itself"
+            "quantisation, and no self-drafting"
         )
     return form_group(config.parallel)
 
@@ -189,8 +190,8 @@ def _drafter(config: EngineConfig, target: Target, codec: Codec | None) -> Draft
         assert named is not None and not isinstance(named, Drafter)
         return _draft_model(named, config, target, codec)
     if config.quantize_draft not in (None, "none"):
-        wanted = f"a draft model in {config.quantize_draft} was asked for"
-        raise BadInput(f"{wanted}, and there is none; name one, or leave that out")
+        wanted = f"a draft model in {config.quantize_draft} was requested"
+        raise BadInput(f"{wanted}, but there is none; name a draft model, or leave the option out")
     if isinstance(named, Drafter):
         return named
     name = str(named or default_name(target))

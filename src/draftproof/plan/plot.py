@@ -43,11 +43,11 @@ def plot(plan: Plan, file: Path) -> None:
         rows = [row for row in best if row.temperature == temperature]
         _draw_speed_ups(axes, theme, rows, drafters, plan.config.batches)
         title = f"T = {temperature:g}" if temperature else "greedy"
-        dress(axes, theme, title=title, x="batch (rows side by side)",
+        dress(axes, theme, title=title, x="batch size",
               y="predicted speed-up over plain decoding")
     _draw_costs(panels[-1], theme, plan)
     add_legend(figure, panels[0], theme)
-    how = "timed here" if plan.machine.measured else "by its data sheet, not measured"
+    how = "timed here" if plan.machine.measured else "calculated, not measured"
     set_heading(figure, theme, f"{short_name(plan.model)} on {plan.machine.name} ({how})")
     save(figure, file)
 

@@ -27,9 +27,9 @@ from draftproof.plan.machine import Curve, Machine, RoundTiming, interpolate
 from draftproof.requests.stats import Round, State
 
 TIMES, SECONDS, MOST, LONG, STALL = 5, 0.1, 24, 512, 1.5
-"""How often each size is timed, and for how long beyond that if its rounds are short, but at most
-so often; tokens of the long prompt; a round that takes longer than so many usual ones is noted as
-so long: something else ran."""
+"""How often and how long to time. Each size is timed TIMES times, short rounds for SECONDS more,
+but at most MOST times. The long prompt has LONG tokens. A round that takes more than STALL usual
+rounds is recorded as STALL usual rounds: another process ran."""
 
 
 class RandomDrafter(Drafter):

@@ -21,7 +21,7 @@ def judged(speed_up: float, low: float, high: float, texts: int) -> str:
     if abs(speed_up - 1) <= EVEN:
         return f"makes no difference (±{EVEN:.0%})"
     if low <= 1 <= high:
-        return f"makes no difference that {texts} text{'s' * (texts != 1)} can show"
+        return f"makes no difference that can be measured with {texts} text{'s' * (texts != 1)}"
     return "pays" if speed_up > 1 else "does not pay"
 
 
@@ -29,7 +29,7 @@ def verdict(plan: Plan) -> str:
     """Whether drafting pays in the first setting, with which drafter, and how much."""
     best = plan.best(drafted=True)
     temperature = f"T = {best.temperature:g}" if best.temperature else "greedy"
-    source = "" if plan.machine.measured else f"; {plan.machine.name} by figures, not measured"
+    source = "" if plan.machine.measured else f"; {plan.machine.name} calculated, not measured"
     size = f"{best.budget} draft token{'s' * (best.budget != 1)} per round"
     size = "as many draft tokens as pay" if best.budget == AUTO else size
     finding = judged(best.speed_up, best.low, best.high, plan.texts)
@@ -64,7 +64,7 @@ def table(plan: Plan) -> Table:
 
 def note(plan: Plan) -> str:
     """The basis of the figures."""
-    how = "timed here" if plan.machine.measured else "by figures, not measured"
+    how = "timed here" if plan.machine.measured else "calculated, not measured"
     return f"{plan.texts} texts of the target, replayed; rounds {how}"
 
 

@@ -145,7 +145,7 @@ def refuse_unsupported(options: Mapping[str, Any]) -> None:
     """Raise BadInput for an option that would change the answer and is not supported."""
     for name, value in options.items():
         if name in _NAMES and not is_neutral(name, value):
-            raise BadInput(f'"{name}" was asked for and is not honoured here; leave it out')
+            raise BadInput(f'"{name}" is not supported here; leave it out')
 
 
 def refuse_unknown(options: Mapping[str, Any], known: Collection[str]) -> None:

@@ -193,7 +193,7 @@ def sampling_of(base: Sampling, row: Mapping[str, Any]) -> Sampling:
     if options.get("ignore_eos") and sampling.stop_tokens is None:
         sampling = replace(sampling, stop_tokens=())
     if drawn is not None and bool(drawn) != (sampling.temperature > 0):
-        raise BadInput(f"do_sample was {drawn!r}; say it by temperature, where 0 is greedy")
+        raise BadInput(f"do_sample was {drawn!r}; set temperature instead, where 0 is greedy")
     return sampling
 
 

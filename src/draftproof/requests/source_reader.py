@@ -127,9 +127,9 @@ def _start(target: EncoderDecoder, source: Source) -> list[int]:
     config = copy.copy(model.generation_config)
     if getattr(config, "return_timestamps", False):
         raise BadInput(
-            "the model's generation_config asks for return_timestamps, which is a way of decoding "
-            "of its own; call model.generate with custom_generate=draftproof.generate, or give "
-            "decoder_input_ids"
+            "the model's generation_config asks for return_timestamps, which needs "
+            "transformers' own loop; call model.generate with custom_generate=draftproof.generate, "
+            "or give decoder_input_ids"
         )
     ids = (config.decoder_start_token_id, getattr(model.config, "decoder_start_token_id", None),
            config.bos_token_id)

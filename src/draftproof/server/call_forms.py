@@ -232,7 +232,7 @@ def form_of(codec: Codec, tools: Sequence[object]) -> Form:
     template = codec.tokenizer.chat_template
     if not template or "tools" not in str(codec.tokenizer.get_chat_template(None, list(tools))):
         raise BadInput(
-            f"tools were given, and the chat template of {codec.name} reads none; leave them out"
+            f"tools were given, and the chat template of {codec.name} ignores tools; leave them out"
         )
     form = _probed(codec, list(tools))
     if form is None:

@@ -130,7 +130,7 @@ class Guard:
         elif scope["method"] in SAFE:
             await self._run(scope, receive, send)
         elif self._running[scope[KEY]] == self.access.most:
-            why = f"{self.access.most} requests of this key run already; wait until one has ended"
+            why = f"{self.access.most} requests of this key are running; wait until one has ended"
             await problem(why, 429, headers=close, path=scope["path"])(scope, receive, send)
         else:
             await self._count(scope, receive, send)

@@ -56,9 +56,11 @@ class HostedModel:
             engine.codec.name = name
         if engine.prefixes is not None:
             prefixes = engine.prefixes
-            metrics.watch("vllm:prefix_cache_hits_total", "Tokens of prompts not read.",
-                          lambda: prefixes.reused)
-            metrics.watch("draftproof:prefix_cache_bytes", "Bytes of known beginnings of prompts.",
+            metrics.watch(
+                "vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache.",
+                lambda: prefixes.reused,
+            )
+            metrics.watch("draftproof:prefix_cache_bytes", "Bytes held by the prefix cache.",
                           lambda: prefixes.nbytes)
         exact = engine.acceptance if engine.lossy is None else "match"
         plain = Engine(engine.target, codec=engine.codec, acceptance=exact, shapes=engine.shapes)

@@ -71,21 +71,28 @@ class Metrics:
         self.registry, self.model = registry or Registry(), model
         self._started, self._written, self._watched = time.time(), 0, list[Gauge]()
         spec, count, seconds = "vllm:spec_decode_num", self._counter, self._histogram
-        self.drafts = count(f"{spec}_drafts", "Rounds in which something was drafted.")
+        self.drafts = count(f"{spec}_drafts", "Rounds with at least one draft token.")
         self.drafted = count(f"{spec}_draft_tokens", "Draft tokens verified.")
         self.accepted = count(f"{spec}_accepted_tokens", "Draft tokens accepted.")
         self.rounds = count("draftproof:target_forwards", "Rounds, plain ones included.")
         self.prompt_tokens = count("vllm:prompt_tokens", "Tokens of prompts.")
         self.generated = count("vllm:generation_tokens", "New tokens.")
-        self.first_token = seconds("vllm:time_to_first_token", "From arrival to the first token.")
-        self.between = seconds("vllm:inter_token_latency", "Per new token, between rounds' news.")
-        self.latency = seconds("vllm:e2e_request_latency", "From arrival to the last token.")
+        self.first_token = seconds(
+            "vllm:time_to_first_token", "Seconds from arrival to the first token."
+        )
+        self.between = seconds(
+            "vllm:inter_token_latency", "Seconds per new token, between updates."
+        )
+        self.latency = seconds(
+            "vllm:e2e_request_latency", "Seconds from arrival to the last token."
+        )
         self._at = self.registry.counter(
-            f"{spec}_accepted_tokens_per_pos", "Accepted, by position.", "position")
+            f"{spec}_accepted_tokens_per_pos", "Draft tokens accepted, by position.", "position")
         self._ended = self.registry.counter(
-            "vllm:request_success", "Ended, by reason.", "finished_reason")
+            "vllm:request_success", "Requests that ended, by reason.", "finished_reason")
         if price is not None:
-            self.watch("draftproof:cost_per_million_tokens", "At the price given, since the start.",
+            self.watch("draftproof:cost_per_million_tokens",
+                       "Average cost since the start, at the given price.",
                        lambda: price * self._hours_per_million())
 
     def watch(self, name: str, about: str, value: Callable[[], float]) -> None:

@@ -118,7 +118,7 @@ class RequestQueue:
                 f"the prompt has {size} tokens; this server reads at most {self.length - 1}"
             )
         if len(self.waiting) >= self.limit:
-            raise Unavailable(f"{self.limit} requests wait already; try again later", 429)
+            raise Unavailable(f"{self.limit} requests are already waiting; try again later", 429)
         for sequence in request.sequences:
             sequence.limit = min(sequence.limit, self.length - size)
         self.worker.loop = asyncio.get_running_loop()
