@@ -1,7 +1,8 @@
 """Time per token of a random hybrid whose drafts are always rejected, over plain decoding, and the
 memory after 1,000 rounds.
 
-    python recipes/figures/hybrid_rounds.py --rounds 1000
+    python recipes/figures/hybrid_rounds.py --rounds 300
+    python recipes/figures/hybrid_rounds.py --memory 1000
 
 The model has 0.5 B parameters: 24 layers of Qwen3.5's kind, three of four with a gated delta net.
 Plain decoding and drafts of each length write in turns, so a machine that drifts slows all alike.
@@ -10,10 +11,10 @@ Plain decoding and drafts of each length write in turns, so a machine that drift
 from __future__ import annotations
 
 import argparse
-import resource
 import time
 from typing import Any
 
+import psutil
 import torch
 import transformers
 
@@ -31,8 +32,11 @@ class Wrong(dp.Drafter):
 
     def __init__(self, count: int) -> None:
         self.max_draft_tokens = count
+        self.memory = list[float]()
+        """MiB that the process holds, in each round."""
 
     def propose(self, frontier: dp.Frontier) -> dp.TokenTree:
+        self.memory.append(psutil.Process().memory_info().rss / 2**20)
         root = frontier.prefix.root[:, None]
         ahead = torch.arange(frontier.max_draft_tokens + 1, device=root.device)
         return dp.TokenTree.chain((root + 7919 * ahead) % 32000)
@@ -60,8 +64,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 3])
     parser.add_argument("--adaptive", action="store_true", help="with the adaptive budget")
+    parser.add_argument("--memory", type=int, help="only the memory, over this many rounds")
     options = parser.parse_args()
     target = Target(hybrid())
+    if options.memory:
+        drafter = Wrong(3)
+        engine = dp.Engine(target, drafter, budget=3)
+        done = engine.generate([[1, 2]], max_new_tokens=options.memory + 1)[0]
+        marks = sorted({min(10, len(drafter.memory) - 1), *range(99, len(drafter.memory), 100)})
+        print(f"{done.stats.rounds} rounds, {done.stats.emitted} tokens; MiB in round: "
+              + ", ".join(f"{mark + 1}: {drafter.memory[mark]:.1f}" for mark in marks))
+        return
     seconds, counts = dict.fromkeys(options.drafts, 0.0), dict.fromkeys(options.drafts, 0)
     texts, equal = dict[int, list[int]](), 0
     turns = max(1, options.rounds // 25)
@@ -81,10 +94,6 @@ def main() -> None:
     for count in options.drafts:
         each = seconds[count] / counts[count]
         print(f"{count} rejected: {1e3 * each:.1f} ms per token, {each / plain:.2f} x plain")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    dp.Engine(target, Wrong(3), budget=3).generate([[1, 2]], max_new_tokens=options.rounds)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"memory over {options.rounds} rounds: +{(after - before) / 1024:.0f} MiB")
 
 
 if __name__ == "__main__":
