@@ -120,7 +120,7 @@ def add_solo_texts(kinds: list[dict[str, Any]], adapter: Path) -> None:
         engine = dp.load(folder, drafter="none", dtype="bfloat16", tokenizer=tokenizer)
         hosted = HostedModel(engine, name, Limits(length=LENGTH), Worker(), Metrics(name))
         for body in (body for body in kinds if body["model"] == name):
-            (request,) = hosted.read(Completion.model_validate(body)).requests
+            (request,), _ = hosted.read(Completion.model_validate(body))
             with engine.scheduled([request], 1) as scheduler:
                 while scheduler.has_unfinished_requests():
                     scheduler.step()
