@@ -1,14 +1,15 @@
 """GGUF files by draftproof and by llama.cpp, interleaved, as a table, as JSON and as a picture:
 
     python recipes/figures/gguf_speed.py FILE.gguf ... --human-eval HumanEval.jsonl.gz
-        [--llama-bench PATH] [--prompts 6] [--new-tokens 96] [--json FILE]
+        [--llama-bench PATH] [--prompts 6] [--new-tokens 96] [--read 512 2000] [--json FILE]
         [--plot docs/speed.png docs/speed-dark.png]
 
 The same file runs in its own format everywhere, so the weights are of equal quality. For each
 prompt in turn, draftproof decodes plainly and with its default drafter, timed after the prompt is
 read, and `llama-bench` generates as many tokens once (without a prompt, so its context is shorter).
 Tokens per second are medians; whiskers are the quartiles. Greedy texts of the drafter are compared
-with the plain ones, and a difference ends the command.
+with the plain ones, and a difference ends the command. `--read` also measures how fast prompts of
+so many tokens are read, three times by each engine in turn.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def ours(engine: dp.Engine, prompt: str, new_tokens: int) -> tuple[str, float]:
     return done.text, len(done.tokens) / seconds
 
 
-def llama(program: str, file: Path, new_tokens: int) -> float:
-    """Tokens per second of one generation by llama-bench."""
+def llama(program: str, file: Path, new_tokens: int, prompt: int = 0) -> float:
+    """Tokens per second of one generation, or of reading one prompt, by llama-bench."""
     threads = str(torch.get_num_threads())
-    command = [program, "-m", str(file), "-p", "0", "-n", str(new_tokens), "-r", "1",
+    command = [program, "-m", str(file), "-p", str(prompt), "-n", str(new_tokens), "-r", "1",
                "-t", threads, "-o", "json"]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return float(json.loads(output)[0]["avg_ts"])
@@ -58,8 +59,8 @@ def llama(program: str, file: Path, new_tokens: int) -> float:
 def measured(file: Path, prompts: list[str], args: argparse.Namespace) -> dict[str, list[float]]:
     """Tokens per second of every engine, one figure per prompt."""
     plain, default = dp.load(str(file), drafter="none"), dp.load(str(file))
-    speeds: dict[str, list[float]] = {PLAIN: [], DEFAULT: []} | ({LLAMA: []} if args.llama_bench
-                                                                 else {})
+    engines = [PLAIN, DEFAULT, *([LLAMA] if args.llama_bench else [])]
+    speeds = {engine: list[float]() for engine in engines}
     for engine in (plain, default):
         engine.generate("def main():", max_new_tokens=16)
     for prompt in prompts:
@@ -72,6 +73,24 @@ def measured(file: Path, prompts: list[str], args: argparse.Namespace) -> dict[s
         if args.llama_bench:
             speeds[LLAMA].append(llama(args.llama_bench, file, args.new_tokens))
     return speeds
+
+
+def reading(file: Path, text: str, lengths: list[int], program: str | None) -> dict[str, float]:
+    """Medians of prompt tokens read per second."""
+    engine = dp.load(str(file), drafter="none")
+    assert engine.codec is not None
+    tokens = engine.codec.encode(text)
+    speeds: dict[str, list[float]] = {}
+    for turn in range(4):
+        for length in lengths:
+            prompt = (tokens * (1 + length // len(tokens)))[:length]
+            [done] = engine.generate([prompt], max_new_tokens=1)
+            taken = {"draftproof": length / done.stats.seconds["prefill"]}
+            if program:
+                taken["llama.cpp"] = llama(program, file, 0, length)
+            for name, speed in taken.items():
+                speeds.setdefault(f"{name}, {length:,} tokens", []).extend([speed] * bool(turn))
+    return {name: statistics.median(values) for name, values in speeds.items()}
 
 
 def picture(figures: dict[str, dict[str, list[float]]], path: Path) -> None:
@@ -118,6 +137,8 @@ def main() -> None:
     parser.add_argument("--llama-bench")
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--read", type=int, nargs="*", default=[], metavar="TOKENS",
+                        help="measure reading prompts of these lengths, too")
     parser.add_argument("--plot", type=Path, nargs="*", default=[],
                         help="files; of a name that ends in -dark, for dark pages")
     parser.add_argument("--json", type=Path)
@@ -129,6 +150,10 @@ def main() -> None:
         for engine, values in speeds.items():
             print(f"{file.stem:24} {engine:20} {statistics.median(values):7.1f} tokens/s "
                   f"({min(values):.1f} to {max(values):.1f})", flush=True)
+        if args.read:
+            read = reading(file, "\n".join(prompts), args.read, args.llama_bench)
+            for name, speed in read.items():
+                print(f"{file.stem:24} reading, {name:28} {speed:7.1f} tokens/s", flush=True)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     for path in args.plot:
