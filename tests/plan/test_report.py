@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from draftproof.engine.budget import Adaptive
-from draftproof.plan.planner import learned
-from draftproof.plan.report import judged, read_start
+from draftproof.plan.machine import Machine
+from draftproof.plan.planner import AUTO, Plan, PlanConfig, Prediction, learned
+from draftproof.plan.report import judged, read_start, verdict
 
 
 @pytest.mark.parametrize(("speed_up", "low", "high", "verdict"), [
@@ -34,3 +35,15 @@ def test_a_run_begins_with_a_plans_drafter_only_if_it_pays(
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(saved))
     assert read_start(file)["drafter"] == drafter
+
+
+@pytest.mark.parametrize(("speed_up", "low", "advice"), [
+    (1.5, 1.2, None), (1.5, 0.9, "give more prompts, or use --drafter none"),
+    (1.02, 0.9, "; use --drafter none"), (0.7, 0.6, "; use --drafter none"),
+])
+def test_a_verdict_advises_what_to_do(speed_up: float, low: float, advice: str | None) -> None:
+    best = Prediction("suffix", 1, 0.0, AUTO, 2.0, 20.0, speed_up, low, speed_up + 0.1, [], 1e9,
+                      None)  # fmt: skip
+    text = verdict(Plan("model", PlanConfig(), Machine("here", "model", ()), 2, [best], {}))
+    assert text.endswith(advice or "greedy)")
+    assert ("at best" in text) == (advice is not None)

@@ -34,7 +34,7 @@ def verdict(plan: Plan) -> str:
     size = "as many draft tokens as pay" if best.budget == AUTO else size
     finding = judged(best.speed_up, best.low, best.high, plan.texts)
     at_best, advice = ("", "") if finding == "pays" else ("at best ", "; use --drafter none")
-    if "can show" in finding:
+    if best.low <= 1 <= best.high and abs(best.speed_up - 1) > EVEN:
         advice = "; give more prompts, or use --drafter none"
     return (f"drafting {finding}: {at_best}{best.drafter}, {size}, {_interval(best)} as fast as "
             f"plain decoding (batch {best.batch}, {temperature}{source}){advice}")  # fmt: skip
