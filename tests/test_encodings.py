@@ -35,11 +35,11 @@ def calls_without_encoding(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_text_file_has_a_named_encoding(file: Path) -> None:
+def test_every_file_is_opened_with_an_encoding(file: Path) -> None:
     assert not list(calls_without_encoding(file.read_text(encoding="utf-8")))
 
 
-def test_a_call_without_encoding_is_seen() -> None:
+def test_calls_without_an_encoding_are_detected() -> None:
     for call in ("p.read_text()", "p.open('w')", "open(p)", "p.write_text('a')"):
         assert list(calls_without_encoding(call)) == [ast.unparse(ast.parse(call))]
     for call in ("p.open('rb')", "p.read_text(encoding='utf-8')", "os.open(p, 0)"):

@@ -60,6 +60,6 @@ def test_what_transformers_wants_for_a_gguf_file_is_in_its_extra() -> None:
     assert "accelerate" in declared("gguf") and "gguf" in declared("gguf") | declared(None)
 
 
-def test_no_hint_names_a_package_that_is_not_published() -> None:
+def test_install_hints_name_published_packages_only() -> None:
     for file in SOURCE.rglob("*.py"):
         assert "draftproof[" not in file.read_text("utf-8"), file.name

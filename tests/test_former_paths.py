@@ -11,7 +11,7 @@ from draftproof.tokenizer import codec
 from draftproof.weights import disk_cache
 
 
-def test_former_module_paths_lead_to_what_moved() -> None:
+def test_former_module_paths_still_import() -> None:
     from draftproof.engine.rows import understood
     from draftproof.engine.sequence import SequenceState
     from draftproof.model import kept

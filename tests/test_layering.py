@@ -106,7 +106,7 @@ CHOOSES = "draftproof.model.target"
 """`Target(model)` makes one of the classes derived from it, which it imports when it is called."""
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_there_are_no_circular_imports() -> None:
     modules = {".".join(("draftproof", *path.relative_to(ROOT).with_suffix("").parts)): path
                for path in FILES if path.name != "__init__.py"}
     needs = {name: imported_modules(path) & (modules.keys() - {name})
@@ -122,7 +122,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 PAGES = [ROOT.parents[1] / "README.md", *sorted(ROOT.parents[1].glob("docs/**/*.md"))]
 
 
-def test_links_of_the_documentation_lead_somewhere() -> None:
+def test_documentation_links_resolve() -> None:
     def headings(page: Path) -> set[str]:
         return {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
                 for line in page.read_text().splitlines() if line.startswith("#")}

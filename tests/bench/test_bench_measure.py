@@ -67,7 +67,7 @@ def three() -> list[Scripted]:
     return [Scripted("plain", []), drafter, Scripted("slow", [], 8.0)]
 
 
-def test_every_method_writes_every_group_and_the_order_rotates() -> None:
+def test_every_method_runs_every_group_in_rotating_order() -> None:
     run = bench(*three(), rounds=2)
     log = run.methods[0].log  # type: ignore[attr-defined]
     assert log[:3] == ["plain", "drafter", "slow"]                          # the warm-up
@@ -87,7 +87,7 @@ def test_settings_are_mixed_and_batches_take_several_prompts_per_row() -> None:
     assert {str(setting) for setting in settings} == {"greedy, batch 1", "T = 0.7, batch 2"}
 
 
-def test_a_speed_up_is_taken_pair_by_pair_so_a_slowing_machine_changes_nothing() -> None:
+def test_speed_ups_are_paired_so_a_slowing_machine_does_not_bias_them() -> None:
     """Every call takes longer than the one before: ratios within a round stay what they are."""
     factors = [1.0, *(2.0 ** (i // 2) for i in range(20))]
     methods = {"plain": 4.0, "drafter": 2.0}
@@ -96,7 +96,7 @@ def test_a_speed_up_is_taken_pair_by_pair_so_a_slowing_machine_changes_nothing()
     assert plain.speed_up == Interval(1.0) and drafter.speed_up == Interval(2.0)
 
 
-def test_figures_and_texts_are_compared() -> None:
+def test_speeds_and_texts_are_compared() -> None:
     methods = three()
     plain, drafter, slow = compute(bench(*methods, rounds=3))
     assert [item.tokens_per_second for item in (plain, drafter, slow)] == [2.0, 4.0, 1.0]

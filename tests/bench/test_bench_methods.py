@@ -52,7 +52,7 @@ def test_a_single_prompt_is_streamed(folders: tuple[str, str]) -> None:
     (["suffix", "suffix"], {}, "suffix was given twice"),
     (["suffix", "medusa+recycling"], {"quantize_draft": "int8"}, "--quantize-draft is for"),
 ])
-def test_what_does_not_fit_is_refused_before_loading(
+def test_invalid_combinations_are_refused_before_loading(
     drafters: list[str], inputs: dict[str, str], why: str
 ) -> None:
     with pytest.raises(BadInput, match=why):

@@ -32,7 +32,7 @@ def module(name: str) -> ModuleType:
     return made
 
 
-def test_files_travel_in_pieces_and_damage_is_noticed(tmp_path: Path) -> None:
+def test_files_are_sent_in_parts_and_damage_is_detected(tmp_path: Path) -> None:
     source = tmp_path / "models"
     (source / "deep").mkdir(parents=True)
     content = torch.randint(256, (2_500_000,), dtype=torch.uint8).numpy().tobytes()
@@ -70,7 +70,7 @@ if name == "tests": time.sleep(60)
 """
 
 
-def test_a_part_that_crashes_or_hangs_costs_itself_alone(
+def test_a_crashing_or_hanging_part_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     contact = module("first_contact")

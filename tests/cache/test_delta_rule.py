@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(kernels() is None, reason="no kernels on this ma
 
 
 @pytest.mark.parametrize("size", [(1, 1, 2, 4, 8, 8), (2, 5, 2, 2, 128, 128), (3, 9, 2, 6, 10, 70)])
-def test_the_rule_of_transformers_with_the_same_bits_in_blocks_and_token_by_token(
+def test_delta_rule_matches_transformers_bitwise_in_blocks_and_by_token(
     size: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def test_the_rule_of_transformers_with_the_same_bits_in_blocks_and_token_by_toke
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("taps", [2, 4])
-def test_the_convolution_of_transformers_of_the_last_tokens(
+def test_convolution_matches_transformers(
     taps: int, activation: str | None
 ) -> None:
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def test_the_convolution_of_transformers_of_the_last_tokens(
     assert causal_conv(inputs, weight, None, "gelu", 1) is None
 
 
-def test_gates_are_those_of_transformers() -> None:
+def test_gates_match_transformers() -> None:
     torch.manual_seed(0)
     time, much = 9 * torch.randn(2, 2, 5, 6).bfloat16()
     fall, bias = torch.randn(2, 6)
@@ -76,7 +76,7 @@ def test_gates_are_those_of_transformers() -> None:
 
 
 @torch.inference_mode()
-def test_a_token_has_the_same_bits_however_many_are_read_with_it() -> None:
+def test_a_token_is_bit_identical_in_batches_of_any_size() -> None:
     model = build("Qwen3_5TextConfig", 0, hidden_size=64, intermediate_size=96, head_dim=16,
                   num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, vocab_size=96,
                   layer_types=["linear_attention", "full_attention", "linear_attention"],

@@ -72,7 +72,7 @@ def assert_reads_on(ours: Target, cache: KVCache, texts: list[list[int]]) -> Non
 @any_cache
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "falcon"])
 @pytest.mark.parametrize("shape", SHAPES, ids=len)
-def test_keep_equals_a_fresh_read(kind: str | None, family: str, shape: TreeShape) -> None:
+def test_keep_equals_reading_again(kind: str | None, family: str, shape: TreeShape) -> None:
     ours, dice = of_kind(kind, family), torch.Generator().manual_seed(len(shape))
     cache, texts = ours.new_cache(4, CAPACITY), [[] for _ in range(4)]
     for _ in range(5):
@@ -175,7 +175,7 @@ def written(layer: Int8Layer, slots: Tensor, keys: Tensor) -> Tensor:
 
 @any_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_every_number_is_off_by_half_a_step_at_most(kind: str, dtype: torch.dtype) -> None:
+def test_quantisation_error_is_at_most_half_a_step(kind: str, dtype: torch.dtype) -> None:
     inputs = states(2, 5).to(dtype)
     text = written(layer_of(kind, dtype=dtype), torch.arange(5).expand(2, -1), inputs)
     assert text.dtype == dtype
@@ -188,7 +188,7 @@ def test_every_number_is_off_by_half_a_step_at_most(kind: str, dtype: torch.dtyp
 
 
 @any_kind
-def test_a_token_is_quantised_alike_in_any_slot_and_next_to_any_other(kind: str) -> None:
+def test_quantisation_is_independent_of_slot_and_neighbours(kind: str) -> None:
     args = states(1, 6)
     together = written(layer_of(kind, 1), torch.arange(6)[None], args)
     for node in range(6):
@@ -206,7 +206,7 @@ def test_a_token_is_quantised_alike_in_any_slot_and_next_to_any_other(kind: str)
 
 
 @any_kind
-def test_half_the_memory_or_less_and_nearly_the_same_logits(kind: str) -> None:
+def test_quantised_caches_halve_the_memory_with_similar_logits(kind: str) -> None:
     how = ([LayerShape(2, 64, 64)], 3, 32, torch.bfloat16, torch.device("cpu"))
     sizes = [KVCache.empty(*how, layer).nbytes for layer in (LAYERS[kind], KVLayer)]
     assert sizes == [3 * 32 * 2 * 2 * (64 + 2), 3 * 32 * 2 * 2 * 128]

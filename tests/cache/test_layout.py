@@ -12,7 +12,7 @@ from draftproof.cache.layout import cache_argument
 from draftproof.model.target import Target
 
 
-def test_the_cache_is_passed_under_the_name_the_forward_gives_it() -> None:
+def test_the_cache_is_passed_under_the_argument_name_of_the_forward() -> None:
     assert cache_argument(("input_ids", "past_key_values")) == "past_key_values"
     assert cache_argument(("input_ids", "cache_params")) == "cache_params"
     assert cache_argument(("input_ids", "cache")) == "cache", "transformers 5.24"

@@ -64,7 +64,7 @@ def agrees(logits: torch.Tensor, target: Target, text: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gated delta net", "no single steps"])
-def test_a_prompt_that_was_read_elsewhere_is_moved_with_its_states(kind: str) -> None:
+def test_prompts_prefilled_in_another_cache_move_with_their_states(kind: str) -> None:
     results = []
     for next_to in (True, False):
         item, rows = decoder(Plain(), ours=made(kind)), [running(text, limit=9) for text in PROMPTS]
@@ -82,7 +82,7 @@ def test_a_prompt_that_was_read_elsewhere_is_moved_with_its_states(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
+def test_text_is_independent_of_the_draft(kind: str) -> None:
     """Alone and in ragged batches, drafted for by a model with states that is nearly the same."""
     model, draft = made(kind), made(kind)
     assert model.has_states and not model.reads_trees
@@ -112,7 +112,7 @@ def chain(*rows: list[int]) -> TokenTree:
 @pytest.mark.parametrize(
     "kind", ["gated delta net", "convolutions", "states and keys in one layer"]
 )
-def test_what_is_rejected_leaves_no_trace(kind: str) -> None:
+def test_rejected_drafts_leave_no_trace(kind: str) -> None:
     """States after each token are kept where layers record them: nothing waits. Others are read
     again, in one pass with what comes next."""
     model = made(kind)
@@ -134,7 +134,7 @@ def test_what_is_rejected_leaves_no_trace(kind: str) -> None:
 
 
 @torch.inference_mode()
-def test_memory_is_flat_where_all_is_rejected() -> None:
+def test_memory_stays_flat_if_every_draft_is_rejected() -> None:
     """As wide a read every round, whatever was rejected before; nothing is kept of reads."""
     model, widths = made("gated delta net"), set()
     cache = model.new_cache(1, 512)
@@ -150,7 +150,7 @@ def test_memory_is_flat_where_all_is_rejected() -> None:
 
 
 @torch.inference_mode()
-def test_rows_move_with_their_states_and_empty_ones_begin_again() -> None:
+def test_states_follow_their_rows_and_empty_rows_start_fresh() -> None:
     model = made("Mamba 1, whose scan is handed its state")
     cache = model.new_cache(2, 32)
     model.read(chain([1, 2, 3], [4, 5, 6]), cache)
@@ -165,7 +165,7 @@ def test_rows_move_with_their_states_and_empty_ones_begin_again() -> None:
 
 
 @torch.inference_mode()
-def test_no_row_waits_longer_than_a_block() -> None:
+def test_rows_wait_for_at_most_one_block() -> None:
     """A draft is cut to what fits after what waits; a row that fills the block moves on."""
     model = made("states and keys in one layer")
     cache, dice, most = model.new_cache(2, 512), torch.Generator().manual_seed(0), 0
@@ -182,7 +182,7 @@ def test_no_row_waits_longer_than_a_block() -> None:
 
 
 @torch.inference_mode()
-def test_a_model_whose_states_do_not_carry_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_without_continuable_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     after = Trail.after
     taken = StateCache._take
     monkeypatch.setattr(StateCache, "_take", lambda cache, mark, rows: taken(cache, mark, rows[:1]))
@@ -200,7 +200,7 @@ def test_static_shapes_are_refused() -> None:
 
 
 @torch.inference_mode()
-def test_states_on_their_way_are_not_those_of_rows_that_moved() -> None:
+def test_pending_states_are_not_applied_to_moved_rows() -> None:
     """Rows move between a read and what is kept of it: no row takes the states of another."""
     model = made("gated delta net")
     cache = model.new_cache(2, 64)

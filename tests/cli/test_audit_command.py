@@ -157,7 +157,7 @@ FUNCTION = ("--python", "builtins:len", "--model", "SERVED")
         (["--hf", "/no/where", "--assistant-model", "x"], "/no/where"),
     ],
 )
-def test_usage_is_one_sentence_and_exit_code_2(
+def test_usage_errors_are_one_sentence_with_exit_code_2(
     call: Call, served: Path, server: Server, options: list[str], words: str
 ) -> None:
     server.sins.clear()

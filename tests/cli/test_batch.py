@@ -50,7 +50,7 @@ def texts(out: Path) -> list[Any]:
     return [tuple(row.get(name) for name in names) for row in read(out)]
 
 
-def test_rows_come_in_order_and_resume_after_interruption(
+def test_rows_are_written_in_order_and_resume_after_an_interrupt(
     call: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
@@ -104,7 +104,7 @@ def test_rows_of_other_engines_are_understood(call: Call, target: str, tmp_path:
     assert result[4]["custom_id"] == "c"
 
 
-def test_results_that_are_there_are_never_overwritten(
+def test_existing_results_are_never_overwritten(
     call: Call, target: str, rows: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -152,7 +152,7 @@ BAD = {
 """Rows, and a word of why they cannot be completed."""
 
 
-def test_a_bad_row_does_not_stop_the_others(call: Call, target: str, tmp_path: Path) -> None:
+def test_a_bad_row_does_not_stop_the_batch(call: Call, target: str, tmp_path: Path) -> None:
     lines = [line for text in BAD for line in (text, '{"prompt": "fine"}')]
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
@@ -167,7 +167,7 @@ def test_a_bad_row_does_not_stop_the_others(call: Call, target: str, tmp_path: P
     assert {row["text"] for row in result[1::2]} == {result[1]["text"]}
 
 
-def test_two_processes_do_not_write_one_output(
+def test_two_processes_cannot_write_the_same_output(
     refused: Call, target: str, rows: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -177,7 +177,7 @@ def test_two_processes_do_not_write_one_output(
     assert out.read_bytes() == b""
 
 
-def test_a_full_disk_loses_nothing(
+def test_no_rows_are_lost_when_the_disk_is_full(
     call: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, count = tmp_path / "out.jsonl", [0]
@@ -198,7 +198,7 @@ def test_a_full_disk_loses_nothing(
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_run_goes_on(target: str, rows: Path, tmp_path: Path, call: Call) -> None:
+def test_a_killed_run_can_be_resumed(target: str, rows: Path, tmp_path: Path, call: Call) -> None:
     """SIGKILL once some rows were written."""
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert call(*args(target, rows, whole)).code == 0

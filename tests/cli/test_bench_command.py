@@ -24,7 +24,7 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_everything_at_once(
+def test_all_options_work_together(
     call: Call, target: str, draft: str, prompts_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "b.json"
@@ -79,7 +79,7 @@ def test_an_interrupt_shows_and_saves_what_was_measured(
     (("--plot", "speed.gif"), "speed.gif is no picture"),
     (("--new-tokens", "9999"), "no prompt leaves room"),
 ])
-def test_a_mistake_is_one_sentence(
+def test_user_errors_are_reported_in_one_sentence(
     refused: Call, target: str, inputs: tuple[str, ...], why: str
 ) -> None:
     refused("bench", target, *inputs, words=[why])

@@ -33,21 +33,37 @@ def test_commands_answer_and_leave(call: Call, talker: str) -> None:
     assert "--system" in answer.err and "talker" in answer.err
 
 
+def test_reset_keeps_the_system_message(call: Call, talker: str) -> None:
+    chat = ("chat", talker, "--system", "Once upon a time there was a big red ball.",
+            "--max-new-tokens", "9")
+    after_reset, first = (call(*chat, stdin=lines).out
+                          for lines in ("Lily and Sam went\n/reset\nTom was", "Tom was"))
+    assert first.strip() and after_reset.endswith("\n" + first)
+
+
+def test_an_answer_ends_where_the_context_asked_for_is_full(call: Call, talker: str) -> None:
+    answer = call("chat", talker, "--max-model-len", "24", stdin="Tom was")
+    chat = [{"role": "user", "content": "Tom was"}]
+    (done,) = dp.load(talker).generate([chat], sampling=Sampling(max_length=24))
+    assert done.finish_reason == "length"
+    assert answer.out.split() == done.text.split()
+
+
 def test_a_path_is_text() -> None:
     assert _is_command("/rest") and _is_command("/stat")
     assert not any(map(_is_command, ("/etc/hosts is what?", "/tmp", "/usr/bin", "a /reset")))
 
 
-def test_an_answer_is_not_cut_after_128_tokens() -> None:
+def test_answers_have_no_default_length_limit() -> None:
     assert _to_the_end(Sampling(), 2048).max_length == 2048
     assert _to_the_end(Sampling(max_new_tokens=5), 2048).max_length is None
 
 
-def test_a_base_model_says_what_to_do(refused: Call, target: str) -> None:
+def test_base_models_are_refused_with_advice(refused: Call, target: str) -> None:
     refused("chat", target, words=["base model", "instruction-tuned", "draftproof run"])
 
 
-def test_words_are_not_broken_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_wrap_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True

@@ -67,7 +67,7 @@ def test_every_command_drafts_and_quantises(
     "prompt-lookup", "suffix", "recycling", "portfolio", "self-layers:1", "medusa",
     "redrafter+suffix", "self-int4", "demo-draft",
 ])  # fmt: skip
-def test_every_drafter_is_known(call: Call, tmp_path: Path, drafter: str) -> None:
+def test_every_drafter_can_be_named(call: Call, tmp_path: Path, drafter: str) -> None:
     answer = call(*command("run", "demo", tmp_path, "--drafter", drafter))
     assert answer.code == 0, answer.err
 
@@ -78,13 +78,15 @@ def test_every_drafter_is_known(call: Call, tmp_path: Path, drafter: str) -> Non
     ("--drafter suffix --quantize int7", ["int7", "int8"]),
     ("--drafter suffix --quantize-draft int8", ["--quantize-draft"]),
 ])
-def test_every_command_refuses_in_one_sentence(
+def test_every_command_reports_errors_in_one_sentence(
     refused: Call, target: str, tmp_path: Path, name: str, options: str, words: list[str]
 ) -> None:
     refused(*command(name, target, tmp_path, *options.split()), words=words)
 
 
-def test_what_quantising_cost_is_in_every_json(call: Call, target: str, tmp_path: Path) -> None:
+def test_json_output_includes_the_quantisation_loss(
+    call: Call, target: str, tmp_path: Path
+) -> None:
     report = json.loads(call("doctor", target, "--json", *INT8).out)
     run = json.loads(call(*command("run", target, tmp_path, "--json", *INT8)).out)
     file = tmp_path / "found.json"
@@ -99,7 +101,9 @@ def test_what_quantising_cost_is_in_every_json(call: Call, target: str, tmp_path
     "prove {model} --section bits", "plan {model}", "audit --hf {model} --assistant-model {model}",
     "train medusa {model} --data {texts} --out {out}",
 ], ids=lambda command: command.split()[0])
-def test_what_knows_no_encoder_says_so(call: Call, command: str, tmp_path: Path) -> None:
+def test_commands_without_encoder_support_raise_a_clear_error(
+    call: Call, command: str, tmp_path: Path
+) -> None:
     (texts := tmp_path / "texts.jsonl").write_text(json.dumps({"text": "Lily and Tom"}))
     places = {"model": save_translator(tmp_path / "t5"), "texts": texts, "out": tmp_path / "out"}
     out = call(*command.format(**places).split())
@@ -137,7 +141,7 @@ def test_a_conversation(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert once > 100 and (used < 2 * once or not engine.target.ragged_batches)
 
 
-def test_an_answer_of_a_chat_goes_on_to_the_end_of_the_context(
+def test_chat_answers_may_fill_the_context(
     call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was cut after 128 tokens, without a word."""
@@ -169,7 +173,7 @@ def test_demo_tells_a_story_and_measures_every_drafter(
     assert "draftproof run MODEL" in answer.out.splitlines()[-1]
 
 
-def test_doctor_says_what_is_guaranteed_in_words_and_in_json(call: Call, target: str) -> None:
+def test_doctor_reports_guarantees_as_text_and_json(call: Call, target: str) -> None:
     answer = call("doctor", target)
     assert answer.code == 0 and "Guarantee for this model on this machine" in answer.out
     report = json.loads(call("doctor", target, "--json").out)

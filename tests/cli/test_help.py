@@ -33,7 +33,7 @@ def test_every_command_has_examples_that_parse() -> None:
 
 
 @pytest.mark.parametrize("name, option", OPTIONS, ids=lambda value: getattr(value, "name", value))
-def test_an_option_is_described_in_a_sentence(name: str, option: Any) -> None:
+def test_option_help_is_one_sentence(name: str, option: Any) -> None:
     """And a number's default is stated."""
     assert re.match(r"(?:[A-Z]|cpu,|bfloat16,|match ).*[.]$", option.help, re.S)
     is_number = len(option.metavar or "") == 1

@@ -50,7 +50,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("options", MISTAKES)
-def test_every_user_mistake_is_one_sentence(
+def test_user_errors_are_reported_in_one_sentence(
     refused: Call, target: str, tmp_path: Path, options: str
 ) -> None:
     (binary := tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
@@ -59,14 +59,14 @@ def test_every_user_mistake_is_one_sentence(
     refused("run", target, *words, words=[MISTAKES[options]])
 
 
-def test_a_port_in_use_is_one_sentence(refused: Call, target: str) -> None:
+def test_a_port_in_use_is_reported_in_one_sentence(refused: Call, target: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         refused("serve", target, "--port", port, words=["cannot listen", port, "--port"])
 
 
 @pytest.mark.parametrize("name", ["org/no-such-model", "nowhere"])
-def test_unknown_models_are_one_sentence(
+def test_unknown_models_are_reported_in_one_sentence(
     refused: Call, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -97,7 +97,7 @@ def test_mistakes_are_found_before_anything_is_loaded(
     refused("run", *words, words=FOUND_BEFORE_LOADING[options])
 
 
-def test_lack_of_memory_is_said_in_one_way(
+def test_out_of_memory_errors_are_reported_consistently(
     refused: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error in (MemoryError(), OSError(12, "Cannot allocate memory"),
@@ -109,7 +109,7 @@ def test_lack_of_memory_is_said_in_one_way(
         refused("run", "demo", "-p", "a", words=["out of memory; use a smaller model"], code=1)
 
 
-def test_broken_weights_are_one_sentence(refused: Call, tmp_path: Path) -> None:
+def test_broken_weights_are_reported_in_one_sentence(refused: Call, tmp_path: Path) -> None:
     broken = save_model(tmp_path / "broken", broken=True)
     refused("run", str(broken), "-p", "a", words=["weights are broken"], code=1)
     weights = save_model(tmp_path / "corrupt") / "model.safetensors"
@@ -118,6 +118,6 @@ def test_broken_weights_are_one_sentence(refused: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", ["run", "run {} --no-such", "run {} --n many", "nonsense"])
-def test_wrong_usage_exits_with_2(call: Call, target: str, options: str) -> None:
+def test_usage_errors_exit_with_code_2(call: Call, target: str, options: str) -> None:
     answer = call(*options.format(target).split())
     assert answer.code == 2 and "Traceback" not in answer.err

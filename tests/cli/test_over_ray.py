@@ -28,7 +28,7 @@ def rows(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_options_make_sense_and_ray_must_be_installed(
+def test_ray_options_are_checked_and_ray_is_required(
     refused: Call, target: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -38,7 +38,7 @@ def test_the_options_make_sense_and_ray_must_be_installed(
 
 
 @pytest.mark.timeout(500)
-def test_a_killed_worker_loses_no_row_and_mistakes_are_told_as_here(
+def test_no_rows_are_lost_if_a_worker_dies_and_errors_read_the_same(
     call: Call, refused: Call, target: str, rows: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

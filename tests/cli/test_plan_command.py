@@ -23,7 +23,7 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "LONG", 40)
 
 
-def test_a_plan_is_whole_and_a_run_begins_with_it(
+def test_a_saved_plan_is_complete_and_run_can_start_from_it(
     call: Call, target: str, draft: str, prompts: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "plan.json"
@@ -51,7 +51,7 @@ def test_a_plan_is_whole_and_a_run_begins_with_it(
     assert call(*run, "--plan", str(file), "--drafter", "none").code == 2
 
 
-def test_logs_are_planned_for_a_machine_that_is_not_here(
+def test_plans_can_use_logs_and_a_preset_machine(
     call: Call, target: str, tmp_path: Path
 ) -> None:
     logs = tmp_path / "logs.jsonl"
@@ -68,12 +68,12 @@ def test_logs_are_planned_for_a_machine_that_is_not_here(
     (("--json", "/no/folder/plan.json"), "there is no folder /no/folder"),
     (("--plot", "plan.bmp"), "plan.bmp is no picture"),
 ])  # fmt: skip
-def test_what_cannot_be_planned_is_refused(
+def test_invalid_plan_options_are_refused(
     refused: Call, target: str, options: tuple[str, ...], why: str
 ) -> None:
     refused("plan", target, *SMALL, *options, words=[why])
 
 
-def test_a_file_that_is_no_plan_is_refused(refused: Call, target: str, prompts: str) -> None:
+def test_files_that_are_not_plans_are_refused(refused: Call, target: str, prompts: str) -> None:
     for file in (prompts, "nowhere.json"):
         refused("run", target, "-p", "Once", "--plan", file, words=["plan"])

@@ -28,7 +28,7 @@ from draftproof.verify.prove import prove
 Call = Callable[..., Any]
 
 
-def test_help_and_version_do_not_wait_for_torch(call: Call) -> None:
+def test_help_and_version_do_not_import_torch(call: Call) -> None:
     heavy = "{'torch', 'transformers'}"
     script = f"import sys, draftproof.cli.app; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -55,7 +55,7 @@ def test_every_public_name_can_be_imported() -> None:
         draftproof.nonsense  # noqa: B018
 
 
-def test_the_prompt_may_come_from_anywhere(
+def test_prompts_come_from_options_files_or_stdin(
     call: Call, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the summary is one line on stderr; what was loaded is no garbage to be looked through."""
@@ -75,7 +75,7 @@ def test_the_prompt_may_come_from_anywhere(
     assert "the prompt is empty" in call("run", target, "-", stdin=None).err, "a closed stdin"
 
 
-def test_options_without_effect_are_named(call: Call, target: str) -> None:
+def test_options_without_effect_are_reported(call: Call, target: str) -> None:
     run = ("run", target, "-p", "Once", "--max-new-tokens", "2", "--seed", "3", "--top-p", "0.9")
     idle = "note: without effect at temperature 0: --top-p, --seed; add --temperature\n"
     assert idle in call(*run).err and idle in call(*run, "--json").err
@@ -86,7 +86,7 @@ def test_options_without_effect_are_named(call: Call, target: str) -> None:
     (("--draft-tree", "2,1"), "the text is identical\n"),
     (("--temperature", "1", "--acceptance", "rejection"), "their distribution is the same"),
 ])
-def test_compare_says_how_fast_and_what_is_the_same(
+def test_compare_reports_speed_and_equal_texts(
     call: Call, target: str, draft: str, options: tuple[str, ...], word: str
 ) -> None:
     run = ("run", target, "-p", "Once", "--assistant-model", draft, "--max-new-tokens", "12")
@@ -94,7 +94,7 @@ def test_compare_says_how_fast_and_what_is_the_same(
     assert re.search(r"[\d.]+× as fast as plain decoding; the text ", output) and word in output
 
 
-def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str) -> None:
+def test_stdout_is_a_single_json_object(call: Call, target: str, draft: str) -> None:
     answer = call(
         "run", target, "-p", "Once", "--assistant-model", draft, "--max-new-tokens", "9",
         "--top-k", "5", "--temperature", "1", "--seed", "3", "--json", "--logprobs", "--compare",
@@ -108,7 +108,7 @@ def test_json_is_one_object_and_nothing_else(call: Call, target: str, draft: str
     assert (got["settings"]["drafter"], got["settings"]["draft_tokens"]) == ("draft-model", 10)
 
 
-def test_a_trace_is_a_page_next_to_the_same_text(call: Call, target: str, tmp_path: Path) -> None:
+def test_trace_writes_a_page_and_keeps_the_text(call: Call, target: str, tmp_path: Path) -> None:
     run = ("run", target, "-p", "Once", "--max-new-tokens", "8")
     page = tmp_path / "trace.html"
     assert call(*run, "--trace", str(page)).out == call(*run).out != ""
@@ -126,7 +126,7 @@ def test_samples_are_numbered(call: Call, target: str) -> None:
     assert call(*run).out == f"[1/2] {first['text']}\n[2/2] {second['text']}\n"
 
 
-def test_colour_marks_drafted_text_and_a_model_cannot_steer_the_terminal(
+def test_drafted_text_is_coloured_and_control_codes_are_escaped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pieces, screen = [("a\x1b[2J\rb\n\tc", ""), ("drafted", "suffix")], io.StringIO()
@@ -156,7 +156,7 @@ def test_the_command_line_of_gaudi_examples_is_understood(
     assert config_of("demo", {"graphs": True, "device": "cuda"}, bf16=False).device == "cuda"
 
 
-def test_lossy_is_said_and_its_distance_measured(
+def test_lossy_output_is_marked_with_its_distance(
     call: Call, target: str, tmp_path: Path
 ) -> None:
     told = re.compile(r"distance from the target's distribution: (\d\.\d\d) per token \(mean total")
@@ -193,7 +193,7 @@ def test_an_encoder_reads_a_prompt_and_a_file_of_prompts(call: Call, tmp_path: P
     assert first == both.out.removesuffix("\n") and first != second
 
 
-def test_interrupt_keeps_what_was_written(tmp_path: Path) -> None:
+def test_an_interrupt_keeps_the_text_so_far(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "long", context=30_000)
     command = [sys.executable, "-m", "draftproof", "run", str(folder), "-p", "Once"]
     command += ["--max-new-tokens", "29000"]

@@ -15,7 +15,7 @@ Call = Callable[..., Any]
 
 
 @pytest.mark.parametrize("options", [["--api-key", ""], ["--api-key", " "], []])
-def test_an_empty_key_is_refused(
+def test_an_empty_api_key_is_refused(
     refused: Call, target: str, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     """A shell variable that is not set would leave the server open."""

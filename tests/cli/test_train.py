@@ -29,7 +29,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("redrafter", ("--horizon", "2"), 2),
     ("redrafter", ("--horizon", "2", "--exit-dim", "40"), 2),
 ])
-def test_a_trained_head_decodes_the_targets_own_text(
+def test_decoding_with_a_trained_head_keeps_the_targets_text(
     call: Call, target: str, texts: str, tmp_path: Path, method: str, options: tuple[str, ...],
     columns: int
 ) -> None:
@@ -46,7 +46,7 @@ def test_a_trained_head_decodes_the_targets_own_text(
     assert call(*words, "--drafter", out).out == call(*words, "--drafter", "none").out != ""
 
 
-def test_jointly_trained_heads_come_with_a_new_model(
+def test_joint_training_saves_heads_and_a_model(
     call: Call, target: str, texts: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft")
@@ -67,7 +67,7 @@ def test_jointly_trained_heads_come_with_a_new_model(
     (["--own-text", "own.jsonl"], ["--own-text", "--self-generate"]),
     (["--heads", "-1"], ["num_heads", "at least 1"]),
 ])
-def test_every_mistake_is_one_sentence(
+def test_user_errors_are_reported_in_one_sentence(
     refused: Call, target: str, texts: str, tmp_path: Path, options: list[str], words: list[str]
 ) -> None:
     inputs = ("train", "medusa", target, "--data", texts, "--out", str(tmp_path / "out"))
@@ -78,7 +78,7 @@ def test_every_mistake_is_one_sentence(
     ("", "no text"), (2 * '{"messages": [{"role": "user", "content": "Who?"}]}\n', "at least two"),
     ('{"prompt": "Who?"}\n{"prompt": "What?"}\n', "--self-generate"),
 ])
-def test_data_without_anything_to_learn_is_one_sentence(
+def test_data_with_nothing_to_learn_is_reported_in_one_sentence(
     refused: Call, target: str, tmp_path: Path, rows: str, word: str
 ) -> None:
     (file := tmp_path / "rows.jsonl").write_text(rows)
@@ -86,7 +86,7 @@ def test_data_without_anything_to_learn_is_one_sentence(
     refused(*inputs, words=[word], notes=True)
 
 
-def test_what_is_missing_is_found_before_the_model_is_loaded(
+def test_missing_files_are_reported_before_loading(
     refused: Call, texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (file := tmp_path / "file").write_text("")

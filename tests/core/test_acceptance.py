@@ -97,7 +97,7 @@ def mean_accepted(rule, targets: Tensor, drafts: Tensor) -> float:
     return total
 
 
-def test_block_accepts_more_as_published() -> None:
+def test_block_verification_accepts_more_than_the_token_rule() -> None:
     """Sun et al.: p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 by tokens, 11/9 by block; it
     never accepts less."""
     example = (distributions(*SAME[0][:2])[0], distributions(*SAME[1])[0])
@@ -112,13 +112,13 @@ def test_block_accepts_more_as_published() -> None:
 
 
 @both
-def test_equal_distributions_accept_everything(rule) -> None:
+def test_identical_distributions_accept_every_token(rule) -> None:
     same = torch.tensor([[0.7, 0.3], [0.4, 0.6]], dtype=torch.float64)
     assert mean_accepted(rule, same, same) == pytest.approx(2)
 
 
 @both
-def test_a_ragged_row_is_as_its_shorter_chain(rule) -> None:
+def test_ragged_rows_equal_their_shorter_chains(rule) -> None:
     """Absent nodes, whatever their distribution holds (NaN too), change no coin and no residual."""
     dice = torch.Generator().manual_seed(3)
     for present, coins in itertools.product(range(4), itertools.product([False, True], repeat=3)):
@@ -146,7 +146,7 @@ def test_nothing_left_of_the_draft_distribution_ends_a_family() -> None:
 
 
 @both
-def test_what_cannot_be_is_not_accepted(rule) -> None:
+def test_zero_probability_tokens_are_never_accepted(rule) -> None:
     """p = 0 has probabilities 0, and the keyed coin is strict: at probabilities 0 it never falls
     (`u <= p` takes what cannot be at u = 0, as in transformers)."""
     chance = Recorder(False)
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_not_accepted(rule) -> None:
         assert not keyed.flip(torch.zeros(1), 1)
 
 
-def test_matching_ends_where_nothing_can_be_picked() -> None:
+def test_matching_ends_where_no_token_is_allowed() -> None:
     accepted = accept_by_matching(TokenTree.chain(torch.tensor([[5, 6, ABSENT], [5, 6, 7]])),
                                   torch.tensor([[6, -2, 0], [6, 7, 9]]))
     assert (accepted.count.tolist(), accepted.root.tolist()) == ([2, 3], [-2, 9])

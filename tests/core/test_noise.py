@@ -58,7 +58,7 @@ def reference(seed: int, sample: int, role: int, place: int, origin: int) -> tup
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_bit_is_that_of_whole_numbers(seed: int) -> None:
+def test_noise_bits_match_integer_arithmetic(seed: int) -> None:
     """Wrap-around int32 arithmetic, at positions beyond 2^16, seeds of 64 bits, either sign."""
     for sample, role, place, origin in itertools.product(
         (0, 1, 9), Role, (0, 1, 65_535, 65_537, 1_000_003), (0, 70_001)
@@ -77,7 +77,7 @@ def test_every_bit_is_that_of_whole_numbers(seed: int) -> None:
         assert float(noise.uniform(result)) == pytest.approx(coin, abs=1e-7)
 
 
-def test_a_draw_does_not_depend_on_the_batch() -> None:
+def test_draws_are_independent_of_the_batch() -> None:
     """Alone or in a batch, in any order of rows and places: the same bits."""
     places = [3, 70_000, 5, 5]
     together = noise.gumbel(streams(SEEDS, Role.TARGET, places), 33)
@@ -87,7 +87,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     assert torch.equal(together[..., :7], noise.gumbel(streams(SEEDS, Role.TARGET, places), 7))
 
 
-def test_keys_tell_seeds_samples_roles_places_and_rounds_apart() -> None:
+def test_noise_keys_are_distinct() -> None:
     seeds = [*range(200), *SEEDS[2:]]
     seen = {tuple(key) for role in Role for origin in (0, 1, 2)
             for key in streams(seeds, role, range(10), origin).flatten(0, 1).tolist()}
@@ -105,7 +105,7 @@ def test_uniforms_are_uniform_and_never_0_or_1() -> None:
 
 
 @pytest.mark.parametrize("sharpness", [0.0, 1.0, 3.0])
-def test_the_race_is_a_draw_from_softmax_and_the_runner_up_one_of_the_rest(
+def test_gumbel_race_draws_from_softmax_without_replacement(
     sharpness: float
 ) -> None:
     """argmax(scores + noise) over 200 000 draws, along seeds and along positions."""

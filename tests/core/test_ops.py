@@ -70,7 +70,7 @@ def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> 
 
 @pytest.mark.parametrize("vocab", [12, 100, 4096])
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.7, 0.7, 0.7), (0.0, 0.4, 1.8)])
-def test_the_best_are_those_of_the_race(temperatures: tuple[float, ...], vocab: int) -> None:
+def test_top_candidates_match_the_gumbel_race(temperatures: tuple[float, ...], vocab: int) -> None:
     """Tokens, their chances, and nothing where there is none; by a kernel where there is one."""
     wants = [Sampling(temperature=value, seed=row) for row, value in enumerate(temperatures)]
     tree = TokenTree.shaped(torch.randint(0, 12, (3, 7)), TreeShape.branching((2, 2)))
@@ -106,7 +106,7 @@ def test_the_top_tokens_are_those_of_the_highest_logits(count: int) -> None:
         assert torch.equal(tokens[there], order.indices[..., :count][there])
 
 
-def test_streams_have_the_very_bits_of_the_operators() -> None:
+def test_stream_kernels_match_operators_bitwise() -> None:
     keys, dice = (noise.row_keys([0, -1, 2**63 - 1, 7], [0, 5, 1, 2]),
                   torch.Generator().manual_seed(0))
     places = torch.randint(2**20, (4, 9), generator=dice)
@@ -118,7 +118,7 @@ def test_streams_have_the_very_bits_of_the_operators() -> None:
                     and ours.dtype == torch.int32)
 
 
-def test_the_cpu_accepts_what_matching_accepts() -> None:
+def test_cpu_acceptance_kernel_equals_matching() -> None:
     """On ragged trees where much is hit, siblings twice; and where nothing could be picked."""
     for seed in range(60):
         dice = torch.Generator().manual_seed(seed)
@@ -132,7 +132,7 @@ def test_the_cpu_accepts_what_matching_accepts() -> None:
         assert result.drafted is None or torch.equal(result.drafted, tree.drafted)
 
 
-def test_accepted_tokens_are_appended_alike() -> None:
+def test_append_kernel_matches_operator() -> None:
     dice = torch.Generator().manual_seed(0)
     for trial in range(20):
         count, position = (torch.randint(1, 6, (3,), generator=dice),
@@ -150,7 +150,7 @@ def test_accepted_tokens_are_appended_alike() -> None:
                     and new[0][row, size - 1] == root[row])
 
 
-def test_numbers_come_to_the_host_as_they_are() -> None:
+def test_values_reach_the_host_unchanged() -> None:
     columns = (torch.tensor([[1, -2], [3, 2**20]]),
                torch.tensor([[0.5], [-torch.inf]], dtype=torch.float64))
     numbers = [[[1, -2], [3, 2**20]], [[0.5], [-torch.inf]]]
@@ -165,7 +165,7 @@ def test_kernels_have_the_arguments_of_the_functions_they_stand_for() -> None:
     assert {noise.gumbel, sample, judge, TokenTree.likeliest} < cpu_ops._KERNELS.keys()
 
 
-def test_a_function_that_has_the_name_of_a_kernel_runs_as_it_is_written() -> None:
+def test_user_functions_named_like_a_kernel_run_unchanged() -> None:
     """Kernels belong to function objects: a name says nothing."""
     def named(name: str) -> Callable[..., str]:
         def function(*args: object, **kwargs: object) -> str:
@@ -181,7 +181,7 @@ def test_a_function_that_has_the_name_of_a_kernel_runs_as_it_is_written() -> Non
 
 
 @pytest.mark.parametrize("ops", [CPU, TORCH], ids=["kernels", "operators"])
-def test_whatever_can_be_called_can_be_run(ops: Ops) -> None:
+def test_ops_run_accepts_any_callable(ops: Ops) -> None:
     class Callable_:
         __hash__ = None
 
@@ -238,7 +238,7 @@ def observed_alike(drafters: Sequence[Drafter], commit: Commit) -> None:
         drafter.observe(commit)
 
 
-def test_lookups_find_the_same() -> None:
+def test_lookup_kernel_matches_operator() -> None:
     dice = torch.Generator().manual_seed(3)
     for longest, shortest in ((16, 1), (1, 1), (3, 2), (5, 5)):
         drafters = [PromptLookup(longest, shortest), PromptLookup(longest, shortest)]
@@ -250,7 +250,7 @@ def test_lookups_find_the_same() -> None:
             asked_alike(drafters, frontier([many], budget))
 
 
-def test_suffixes_are_kept_and_found_alike() -> None:
+def test_suffix_kernels_match_operators() -> None:
     """Also when memory is used up, and old text lies where new is written."""
     assert SIZES[0] == LANES
     dice, drafters = torch.Generator().manual_seed(4), [SuffixDrafter(), SuffixDrafter()]
@@ -297,7 +297,7 @@ def read(dice: torch.Generator, tree: TokenTree, spoiled: bool) -> messages.Succ
     return messages.Successors(tree, best.indices, best.values)
 
 
-def test_successors_are_kept_and_found_alike() -> None:
+def test_recycling_kernels_match_operators() -> None:
     dice, drafters = torch.Generator().manual_seed(5), [TokenRecycling(300), TokenRecycling(300)]
     drafters[1].ops, drafters[0].ops = TORCH, CPU
     texts = [written(dice, 12) for _ in range(3)]
@@ -321,7 +321,7 @@ def test_successors_are_kept_and_found_alike() -> None:
     torch.testing.assert_close(ours.confidence[:-1], theirs.confidence[:-1], rtol=1e-5, atol=1e-7)
 
 
-def test_members_are_judged_and_merged_alike() -> None:
+def test_portfolio_kernels_match_operators() -> None:
     """Also by trees without probabilities, and while rows come and go."""
     dice = torch.Generator().manual_seed(6)
 

@@ -21,7 +21,7 @@ NUMPY: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", NUMPY)
-def test_numbers_of_numpy_are_the_numbers_they_are(name: str) -> None:
+def test_numpy_numbers_are_accepted(name: str) -> None:
     """Stored as Python's own: kernels and grammars read nothing else, and equal options are equal.
     """
     value = NUMPY[name]
@@ -39,6 +39,15 @@ def test_numbers_of_numpy_are_the_numbers_they_are(name: str) -> None:
     ("top_p", np.float32(1.5)), ("seed", np.bool_(True)), ("stop_tokens", np.array([0.5])),
     ("logit_bias", {np.float32(1): 1.0}), ("temperature", "0.5"), ("temperature", 10**400),
 ])  # fmt: skip
-def test_what_is_no_such_number_is_refused(name: str, value: Any) -> None:
+def test_invalid_numbers_are_refused(name: str, value: Any) -> None:
     with pytest.raises(BadInput, match=name):
         Sampling(**{name: value})
+
+
+def test_limits_of_options_are_inclusive() -> None:
+    limits: dict[str, Any] = {"top_logprobs": (0, 20), "top_p": (0.01, 1), "min_p": (0, 1)}
+    for name, (least, most) in limits.items():
+        for value in (least, most):
+            assert getattr(Sampling(logprobs=True, **{name: value}), name) == value
+        with pytest.raises(BadInput, match=name):
+            Sampling(logprobs=True, **{name: most + 1})

@@ -53,7 +53,7 @@ EVERYTHING = Sampling(temperature=0.8, top_k=7, top_p=0.9, min_p=0.02, repetitio
 
 @pytest.mark.parametrize("name", ONE_EACH)
 @pytest.mark.parametrize("seed", range(3))
-def test_each_filter_is_that_of_transformers(name: str, seed: int) -> None:
+def test_each_filter_matches_transformers(name: str, seed: int) -> None:
     sampling, theirs = ONE_EACH[name]
     for index, text in enumerate(TEXTS):
         scores = random_logits(1, VOCAB, seed=10 * seed + index)
@@ -61,7 +61,7 @@ def test_each_filter_is_that_of_transformers(name: str, seed: int) -> None:
         torch.testing.assert_close(_filtered(sampling, text, scores), wanted, rtol=0, atol=1e-12)
 
 
-def test_banned_words_take_the_memory_of_their_tokens() -> None:
+def test_banned_words_need_memory_per_token_only() -> None:
     """A table of all words by the longest one took 80 GB for a request of a few megabytes."""
     words = [(token % VOCAB,) for token in range(500)] + [(1,) * 2000, (2, 3), (4, 3)]
     processors = LogitsProcessors([SamplingParams(Sampling(), 0, banned=tuple(words))])
@@ -69,7 +69,7 @@ def test_banned_words_take_the_memory_of_their_tokens() -> None:
     assert held <= 2 * sum(map(len, words))
 
 
-def test_all_filters_together_in_the_order_of_transformers() -> None:
+def test_combined_filters_match_the_order_in_transformers() -> None:
     want = replace(EVERYTHING, presence_penalty=0.0, frequency_penalty=0.0)
     for seed, text in itertools.product(range(5), TEXTS):
         scores = random_logits(1, VOCAB, seed=seed)
@@ -93,7 +93,7 @@ def test_presence_and_frequency_count_new_tokens_only() -> None:
         torch.testing.assert_close(result, wanted, rtol=0, atol=1e-12)
 
 
-def test_rows_do_not_see_each_other() -> None:
+def test_rows_are_independent() -> None:
     """A batch with every kind of wish equals each row alone, in filters, distributions and
     races."""
     wants = [value[0] for value in ONE_EACH.values()] + [EVERYTHING, Sampling(),
@@ -139,7 +139,7 @@ def test_a_tree_node_is_processed_as_its_path(want: Sampling) -> None:
             assert target_tokens[row, node - first] == alone.sample(scores, ours)[0, 0]
 
 
-def test_scratch_after_the_root_is_not_text() -> None:
+def test_slots_after_the_root_are_not_text() -> None:
     paths = paths_of([[1, 2, 3]])
     dirty = paths_of([[1, 2, 3]])
     dirty.prefix.tokens[0, 3:] = 7

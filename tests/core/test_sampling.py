@@ -39,7 +39,7 @@ def test_distribution_is_softmax_and_one_hot_where_greedy() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("broken", ["banned", "nan"])
-def test_nothing_can_be_picked(temperature: float, broken: str) -> None:
+def test_rows_without_an_allowed_token_pick_none(temperature: float, broken: str) -> None:
     """Everything forbidden, or NaN: NO_TOKEN by every way of choosing, never a quiet token 0."""
     logits = random_logits(2, 1, VOCAB)
     if broken == "nan":
@@ -60,13 +60,13 @@ def test_ties_fall_to_the_lower_token() -> None:
     assert sampler_of(Sampling()).probs(logits, paths_of([[1]])).argmax() == 4
 
 
-def test_half_precision_logits_are_weighed_in_float32() -> None:
+def test_half_precision_logits_are_computed_in_float32() -> None:
     logits = random_logits(1, 1, VOCAB).bfloat16()
     distribution = sampler_of(Sampling(temperature=1.3)).probs(logits, paths_of([[1]]))
     assert distribution.dtype == torch.float32
 
 
-def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
+def test_cached_noise_belongs_to_its_position() -> None:
     """Rows move by different steps, back to earlier positions, and reach further than was asked."""
     wants = [Sampling(temperature=1.5, seed=row) for row in range(3)]
     kept, vocab, made = sampler_of(*wants, ops=CPU), 100, list[torch.Tensor]()
@@ -94,7 +94,7 @@ def test_noise_kept_from_round_to_round_is_that_of_its_position() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_noise_is_made_again_before_a_draft_reaches_its_end(rows: int) -> None:
+def test_noise_is_regenerated_before_it_runs_out(rows: int) -> None:
     """Rows move one token at a time, so drafts end at every place of the noise that is kept."""
     wants, ahead = [Sampling(temperature=1.0, seed=row) for row in range(rows)], 3
     kept, fresh = (sampler_of(*wants, ops=ops) for ops in (CPU, TORCH))
@@ -123,26 +123,26 @@ def test_noise_is_made_again_before_a_draft_reaches_its_end(rows: int) -> None:
      {"banned_words": ["é" * 50_001]}],
     ids=lambda wrong: f"{wrong!r:.40}"
 )
-def test_a_wish_that_cannot_be_honoured_is_one_sentence(wrong: dict[str, object]) -> None:
+def test_invalid_settings_are_reported_in_one_sentence(wrong: dict[str, object]) -> None:
     with pytest.raises(BadInput) as error:
         Sampling(**wrong)
     message = str(error.value)
     assert next(iter(wrong)) in message and "\n" not in message and len(message) < 300
 
 
-def test_unknown_wishes_are_refused() -> None:
+def test_unknown_settings_are_refused() -> None:
     with pytest.raises(TypeError):
         Sampling(temprature=1.0)
 
 
-def test_whole_numbers_are_taken_as_the_floats_they_are() -> None:
+def test_integers_are_accepted_as_floats() -> None:
     """A kernel that reads floats was handed the integer 1 as a temperature once."""
     names = ("temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     sampling = Sampling(**dict.fromkeys(names, 1))
     assert all(type(getattr(sampling, name)) is float for name in names)
 
 
-def test_every_node_of_a_round_has_its_own_coin() -> None:
+def test_nodes_of_a_round_use_independent_noise() -> None:
     """Far beyond the drafts of other tests: coins that deep nodes share bias long drafts alone."""
     rows, nodes = 64, 24
     sampler = sampler_of(*(Sampling(temperature=1.0, seed=seed) for seed in range(rows)))

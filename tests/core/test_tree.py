@@ -34,7 +34,7 @@ def test_a_shape_orders_parents_first_and_levels_together(shape: TreeShape) -> N
 
 
 @pytest.mark.parametrize("paths", [((1, 0),), ((),), ((0,), (0,)), ((-1,),)])
-def test_a_shape_that_is_no_tree_is_refused(paths: tuple[tuple[int, ...], ...]) -> None:
+def test_shapes_that_are_not_trees_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="tree path"):
         TreeShape(paths)
 
@@ -74,7 +74,7 @@ def test_depths_of_deep_chains() -> None:
 # Packing paths ------------------------------------------------------------------------------------
 
 
-def test_the_oracle_of_recurrent_drafter() -> None:
+def test_packing_matches_the_published_example() -> None:
     """Apple's own example: shared prefixes become shared nodes, in path-major order."""
     a = [[91, 92, 93, 95], [91, 92, 94, 96], [91, 92, 93, 97]]
     b = [[93, 94, 95, 92], [93, 95, 96, 93], [93, 94, 97, 96]]
@@ -118,7 +118,7 @@ def test_packing_is_a_trie() -> None:
                 assert int(tree.parents[row, node]) == parent
 
 
-def test_trees_are_made_without_reading_the_device() -> None:
+def test_trees_are_built_without_host_synchronisation() -> None:
     """Everything runs on tensors that have no values."""
     with FakeTensorMode():
         tree = TokenTree.from_paths(torch.zeros(2, 3, 4, dtype=torch.int64), 8)
@@ -127,7 +127,7 @@ def test_trees_are_made_without_reading_the_device() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_commit_holds_the_tokens_and_hidden_states_of_the_nodes_that_stand(rows: int) -> None:
+def test_commits_hold_tokens_and_states_of_accepted_nodes(rows: int) -> None:
     """One row alone is read out otherwise than several."""
     tree = TokenTree.shaped(torch.arange(10, 10 + 5 * rows).view(rows, 5),
                             TreeShape.from_digits(["0", "1", "10", "100"]))
@@ -186,7 +186,7 @@ def test_voted_paths_keep_the_likeliest_prefixes(nodes: int) -> None:
             assert_is_best(tree, row, by_hand(paths[row], votes[row]), nodes)
 
 
-def test_what_votes_nothing_is_not_there_and_of_equals_the_parent_stays() -> None:
+def test_zero_votes_remove_nodes_and_ties_keep_the_parent() -> None:
     paths = torch.tensor([[[ROOT, 1, 2], [ROOT, 3, 4]]])
     votes = torch.tensor([[[1.0, 0.5, 0.2], [0.0, 0.0, 0.0]]])
     tree = TokenTree.from_paths(paths, 5, votes)
@@ -196,7 +196,7 @@ def test_what_votes_nothing_is_not_there_and_of_equals_the_parent_stays() -> Non
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 9])
-def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
+def test_concatenated_trees_merge_into_the_best_tree(nodes: int) -> None:
     """Each text once, with the best of its probabilities; rows of other lengths, trees of other
     depths."""
     for seed in range(20):
@@ -213,7 +213,7 @@ def test_trees_side_by_side_merge_into_the_best_of_all(nodes: int) -> None:
             assert_is_best(merged, row, best, nodes)
 
 
-def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
+def test_best_chain_has_the_most_expected_tokens() -> None:
     for seed in range(20):
         paths, votes = votes_of((3, 5, 5), seed)
         tree = TokenTree.from_paths(paths, 12, votes)
@@ -229,7 +229,7 @@ def test_the_trunk_is_the_path_with_the_most_expected_tokens() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_rows_share_what_may_be_drafted(rows: int) -> None:
+def test_rows_share_the_draft_budget(rows: int) -> None:
     """Of all rows the likeliest are kept, whole paths; each says with how many it would be."""
     shape = TreeShape.branching((3, 2, 2))
     for seed in range(20):

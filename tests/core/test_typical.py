@@ -36,7 +36,7 @@ class Fixed:
 @pytest.mark.parametrize(("distribution", "entropy", "threshold"),
                          [((0.5, 0.3, 0.2), 1.029623, 0.09), ((0.25,) * 4, 1.386254, 0.075003),
                           ((0.97, 0.02, 0.01), 0.153808, 0.09)])
-def test_thresholds_are_those_of_the_original(
+def test_thresholds_match_the_original_implementation(
     distribution: tuple[float, ...], entropy: float, threshold: float
 ) -> None:
     p = torch.tensor(distribution, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_on_one_hot_distributions_it_is_the_greedy_rule(shape: TreeShape) -> Non
     assert ours.distance is not None and not ours.distance.any()
 
 
-def test_the_root_is_the_targets_even_if_the_draft_knew_its_noise() -> None:
+def test_root_is_unbiased_even_if_the_draft_uses_its_noise() -> None:
     """Drafts that race with the noise of the target's choice: where they are turned down the next
     token still has its distribution.
 
@@ -117,7 +117,7 @@ def chance_of(tokens: Tensor, logits: Tensor) -> float:
     return float(chi2.sf(float(((seen - expected) ** 2 / expected).sum()), len(expected) - 1))
 
 
-def test_the_distribution_judged_is_that_of_the_rows_own_sampling() -> None:
+def test_acceptance_uses_each_rows_sampling_options() -> None:
     """Temperature and filters come before the threshold: a token they forbid cannot stand."""
     logits = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64).expand(3, 2, 3)
     params = (Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=2),

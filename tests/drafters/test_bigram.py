@@ -56,7 +56,7 @@ def grown(
                    WEIGHT)
 
 
-def test_gains_are_what_was_counted() -> None:
+def test_bigram_gains_match_counts() -> None:
     bigrams, tokens = counted()
     text, seen = torch.tensor(tokens), torch.zeros(VOCAB, VOCAB)
     seen.index_put_((text[:-1], text[1:]), torch.ones(len(text) - 1), accumulate=True)
@@ -71,7 +71,7 @@ def test_gains_are_what_was_counted() -> None:
         assert len(counts) == int(named[first].sum()) and counts == sorted(counts, reverse=True)
 
 
-def test_only_the_most_common_are_kept_and_none_that_came_once() -> None:
+def test_only_frequent_bigrams_are_kept() -> None:
     second = torch.cat([torch.full((2 + token,), token) for token in range(1, MOST + 50)])
     bigrams = Bigrams.counted(torch.zeros_like(second), second, MOST + 50)
     assert bigrams.tokens.tolist() == list(range(MOST + 49, 49, -1))
@@ -103,7 +103,7 @@ def test_a_tree_holds_the_likeliest_paths(bigrams: Bigrams, budget: int) -> None
 
 @pytest.mark.parametrize("dtype",
                          [torch.float64, pytest.param(torch.bfloat16, marks=needs_kernels)])
-def test_nothing_has_a_chance_where_a_head_is_broken_or_all_is_forbidden(
+def test_nan_heads_and_forbidden_tokens_get_no_probability(
     dtype: torch.dtype
 ) -> None:
     logits = logits_of(dtype)
@@ -143,7 +143,7 @@ SHAPES = {"chain": TreeShape.chain(HEADS), "small": TreeShape(((0,), (2,), (2, 1
 @pytest.mark.parametrize(("nodes", "vocab", "shape"),
                          [(1, 40, None), (12, 40, None), (63, 40, None), (20, 331, None),
                           *((0, 40, name) for name in SHAPES)])  # fmt: skip
-def test_c_drafts_what_torch_drafts(
+def test_c_and_torch_draft_the_same_tokens(
     nodes: int, vocab: int, shape: str | None, temperature: float
 ) -> None:
     logits, wanted = logits_of(torch.bfloat16, vocab), SHAPES.get(shape or "")

@@ -125,7 +125,7 @@ def test_published_layouts_are_read(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_of_a_merged_model_only_the_heads_are_read(tmp_path: Path, kind: str) -> None:
+def test_only_the_heads_of_a_merged_model_are_read(tmp_path: Path, kind: str) -> None:
     """medusa-1.0-*: the shard without heads is rubbish, and is not opened."""
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "medusa_num_heads": 5}
     heads, stem = merged(weights(5)), "model" if kind == "safetensors" else "pytorch_model"
@@ -242,7 +242,7 @@ WRITTEN: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
+def test_heads_round_trip_bit_for_bit(name: str, tmp_path: Path) -> None:
     """To the bit; nothing that the target has is written."""
     head, folder = WRITTEN[name](), tmp_path / "new" / "head"
     write_head(head, folder)
@@ -256,7 +256,7 @@ def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
         assert item == other if isinstance(item, int) else torch.equal(item, other)
 
 
-def test_a_crash_leaves_nothing_that_reads_as_a_head(
+def test_a_crash_leaves_no_readable_partial_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether there was a head before or not, whether weights or settings were being written."""
@@ -309,7 +309,7 @@ def refused(folder: Path, kind: type[DraftproofError], *words: str) -> None:
     "heads.999999999.blocks.0.weight", "heads.0.blocks.999999999.weight",
     f"heads.{'9' * 30}.blocks.0.weight", f"heads.{'9' * 9000}.blocks.0.weight"],
     ids=["head", "block", "30 digits", "9000 digits"])  # fmt: skip
-def test_a_number_in_a_name_makes_nothing_of_that_size(name: str, tmp_path: Path) -> None:
+def test_huge_numbers_in_tensor_names_allocate_nothing(name: str, tmp_path: Path) -> None:
     write_head(medusa(False), tmp_path)
     tensors = load_file(tmp_path / SAFE)
     save_file({**tensors, name: torch.zeros(SIZE, SIZE)}, tmp_path / SAFE)
@@ -318,7 +318,7 @@ def test_a_number_in_a_name_makes_nothing_of_that_size(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "steps", "num_hidden_layers"])
-def test_a_number_in_the_settings_makes_nothing_of_that_size(name: str, tmp_path: Path) -> None:
+def test_huge_numbers_in_settings_allocate_nothing(name: str, tmp_path: Path) -> None:
     write_head(redrafter(), tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     for number in (10**12, 10**400, -5):
@@ -357,7 +357,7 @@ def test_a_broken_table_of_pairs_is_refused(column: str, tmp_path: Path) -> None
             read_head(tmp_path, target())
 
 
-def test_heads_of_another_target_and_broken_ones_are_one_sentence(tmp_path: Path) -> None:
+def test_mismatched_or_broken_heads_are_reported_in_one_sentence(tmp_path: Path) -> None:
     tensors, head = numbered(weights()), {"speculator_type": "medusa"}
     gap = {name: tensor for name, tensor in tensors.items() if name[:2] != "1."}
     whole = redrafter(num_layers=2).state_dict()
@@ -404,7 +404,7 @@ class _Evil:
         return Path.touch, (self.file,)
 
 
-def test_pickles_are_never_run(tmp_path: Path) -> None:
+def test_pickles_are_never_executed(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "evil", {"speculator_type": "medusa"}, {}, LEGACY)
     for write in (partial(pickle.dump, protocol=2), torch.save):
         with (folder / LEGACY).open("wb") as file:

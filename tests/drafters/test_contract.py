@@ -56,7 +56,7 @@ def plain_texts() -> list[tuple[list[int], str]]:
 
 
 @any_drafter
-def test_the_text_is_that_of_plain_decoding(name: str) -> None:
+def test_text_equals_plain_decoding(name: str) -> None:
     """Every sampling parameter, ragged prompts, in fewer rows than texts: rows join and leave."""
     params = [item for item in PARAMS for _ in range(2)]
     greedy = texts(Engine(target()), prompts(len(params)), max_new_tokens=24)
@@ -69,7 +69,7 @@ def test_the_text_is_that_of_plain_decoding(name: str) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_heads_that_know_the_text_are_accepted(name: str, temperature: float) -> None:
+def test_correct_heads_are_accepted(name: str, temperature: float) -> None:
     """Equality would mean little if nothing were accepted: heads draft what they were fitted to."""
     engine, want = Engine(target(), DRAFTERS[name](target())), Sampling(temperature, seed=5)
     done = engine.generate(prompts(8), max_new_tokens=40, sampling=want)
@@ -192,7 +192,7 @@ DRAWERS = ("draft", "smaller vocabulary", "larger vocabulary", "target itself")
 
 @pytest.mark.parametrize("name", [item for item in DRAFTERS if item not in ("guess", *LEARNERS)])
 @pytest.mark.parametrize("drawn", [False, True])
-def test_a_proposal_depends_on_the_text_alone(name: str, drawn: bool) -> None:
+def test_proposals_depend_only_on_the_text(name: str, drawn: bool) -> None:
     depends_on_the_text_alone(lambda: DRAFTERS[name](target()), drawn, name.startswith(DRAWERS))
 
 
@@ -218,7 +218,7 @@ def test_the_budget_is_respected(name: str, budget: int) -> None:
         stage.commit(stage.propose(budget), seed=round_)                # propose() checks the tree
 
 
-def test_one_that_knows_is_accepted_whole_and_one_that_errs_never() -> None:
+def test_correct_drafts_are_accepted_and_wrong_ones_never() -> None:
     asked = prompts(4, seed=7)
     wanted = [tokens for tokens, _ in texts(Engine(target()), asked, max_new_tokens=25)]
     known = {tuple(prompt): answer for prompt, answer in zip(asked, wanted, strict=True)}
@@ -236,7 +236,7 @@ def test_one_that_knows_is_accepted_whole_and_one_that_errs_never() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_target_as_its_own_draft_is_accepted_whole(rule: str) -> None:
+def test_drafts_of_the_target_itself_are_fully_accepted(rule: str) -> None:
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=4)):
         engine = Engine(target(), DraftModel(target(), VOCAB), acceptance=rule, budget=4)
         done = engine.generate(prompts(3, seed=8), max_new_tokens=21, sampling=sampling)
@@ -257,7 +257,9 @@ def test_every_rule_takes_chosen_tokens(rule: str) -> None:
 @pytest.mark.usefixtures("lookup")
 @pytest.mark.parametrize(("kind", "least"), [(SuffixDrafter, 4), (TokenRecycling, 1.5)])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_second_time_much_is_known(kind: Any, least: float, temperature: float) -> None:
+def test_repeated_texts_are_drafted_from_memory(
+    kind: Any, least: float, temperature: float
+) -> None:
     """The same requests again: the same text, in fewer rounds."""
     want = Sampling(temperature=temperature, seed=3)
     asked, options = prompts(5, seed=5), {"max_new_tokens": 40, "sampling": want}
@@ -279,6 +281,6 @@ class NoTrees:
     (lambda: SuffixDrafter(memory=0), "memory"), (lambda: TokenRecycling(memory=0), "memory"),
     (lambda: DraftModel(NoTrees(), 5, TreeShape.branching((2,))), "trees")
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(make: Any, why: str) -> None:
+def test_mismatched_drafters_are_refused(make: Any, why: str) -> None:
     with pytest.raises((BadInput, DrafterMismatch), match=why):
         make()

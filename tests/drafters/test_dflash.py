@@ -137,7 +137,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("second", "speculators"), [(False, True), (True, False)],
                          ids=["1, speculators", "2, z-lab"])  # fmt: skip
-def test_it_reads_as_an_independent_forward(
+def test_output_matches_an_independent_forward(
     tmp_path: Path, form: str, second: bool, speculators: bool
 ) -> None:
     extra, by_name, settings = FORMS[form]
@@ -205,7 +205,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("extra", "ours", "why"), REFUSED, ids=lambda item: str(item)[:30])
-def test_what_is_not_understood_is_refused(
+def test_unsupported_settings_are_refused(
     tmp_path: Path, extra: dict[str, Any], ours: dict[str, Any], why: str
 ) -> None:
     folder = written(tmp_path, weights(), ours=ours, **extra)
@@ -221,7 +221,7 @@ def test_a_selector_over_mapped_tokens_is_refused(tmp_path: Path) -> None:
         loaded(written(tmp_path, w, ours=SECOND, draft_vocab_size=24))
 
 
-def test_a_malformed_setting_is_one_sentence(tmp_path: Path) -> None:
+def test_a_malformed_setting_is_reported_in_one_sentence(tmp_path: Path) -> None:
     folder = written(tmp_path, weights(), ours={"target_layer_ids": ["1", "3", "5"]})
     with pytest.raises(DrafterMismatch, match="cannot be read"):
         dp.load(deep().model, drafter=str(folder))
@@ -234,7 +234,7 @@ def test_a_tensor_too_much_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_it_keeps_the_distributions_of_drafters(tmp_path: Path, second: bool, warm: bool) -> None:
+def test_draft_distributions_are_kept(tmp_path: Path, second: bool, warm: bool) -> None:
     folder = written(tmp_path, weights(second), ours=SECOND if second else {}, **SLIDING)
     no_text_changes(loaded(folder), 0.9 * warm)
     depends_on_the_text_alone(lambda: loaded(folder), drawn=warm, draws=True)
@@ -271,7 +271,7 @@ def mixture(w: dict[str, Tensor], at: str, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["1", "2"])
-def test_a_block_whose_root_predicts_as_well(tmp_path: Path, second: bool) -> None:
+def test_blocks_may_predict_from_the_root(tmp_path: Path, second: bool) -> None:
     """`sample_from_anchor`: as many tokens as places; said, or told by `speculative_tokens`."""
     w, ours = weights(second), SECOND if second else {}
     text = written(tmp_path / "said", w, True, ours, sample_from_anchor=True)

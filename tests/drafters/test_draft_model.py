@@ -112,7 +112,7 @@ BUDGETS = {"one": Fixed(1), "six": Fixed(6), "while confident": Fixed(6, 0.2),
 @pytest.mark.parametrize("params",
                          [[Sampling()] * 3, [COOL] * 3, [HOT] * 3, [COOL, HOT, Sampling()]],
                          ids=["greedy", "cool", "hot", "each its own"])
-def test_a_chain_drafted_in_one_call_is_that_of_many(
+def test_a_chain_drafted_in_one_call_equals_step_by_step(
     params: Sequence[Sampling], budget: Budget, rows: int
 ) -> None:
     target, draft = model(3), model(1)
@@ -150,7 +150,7 @@ def test_a_model_drafts_by_its_own_distribution(family: str) -> None:
         assert max(tree.sizes[0] for tree, *_ in drafter.told) == 4
 
 
-def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
+def test_chains_end_where_no_token_is_allowed() -> None:
     """NaN in one row leaves the other alone; what is after it is absent."""
     draft, target = model(1), model(3)
 
@@ -171,7 +171,7 @@ def test_a_chain_ends_where_nothing_may_be_chosen() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
-def test_tokens_are_chosen_as_often_as_a_draft_model_takes_them_to_be(temperature: float) -> None:
+def test_draft_tokens_follow_the_draft_distribution(temperature: float) -> None:
     """The draft model's first choice is the target's as often as its chance says."""
     engine = load("demo", assistant_model="demo-draft", quantize_draft="none")
     assert isinstance(engine.drafter, DraftModel) and engine.codec is not None

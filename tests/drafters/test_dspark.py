@@ -76,7 +76,7 @@ def bias(w: dict[str, Tensor], kind: str, token: int, hidden: Tensor, state: Ten
 
 @pytest.mark.parametrize("place", ["speculators", "dflash_config", "dspark_config", ""])
 @pytest.mark.parametrize("kind", HEADS)
-def test_each_place_knows_the_token_before(tmp_path: Path, kind: str, place: str) -> None:
+def test_each_position_sees_the_previous_token(tmp_path: Path, kind: str, place: str) -> None:
     w = spark_weights(kind)
     drafter = loaded(folder_of(tmp_path, w, place, markov_head_type=kind))
     with torch.inference_mode():
@@ -98,7 +98,7 @@ def test_each_place_knows_the_token_before(tmp_path: Path, kind: str, place: str
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_text_is_kept_and_trees_agree_with_chains(tmp_path: Path, kind: str) -> None:
+def test_text_is_unchanged_and_trees_agree_with_chains(tmp_path: Path, kind: str) -> None:
     drafter = loaded(folder_of(tmp_path, spark_weights(kind), "speculators", markov_head_type=kind))
     keeps_the_text(drafter)
 

@@ -115,7 +115,7 @@ FORMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("speculators", [False, True], ids=["original", "speculators"])
 @pytest.mark.parametrize("flags", FORMS, ids=lambda flags: ", ".join(flags) or "plain")
-def test_it_reads_as_an_independent_forward(
+def test_output_matches_an_independent_forward(
     tmp_path: Path, flags: dict[str, Any], speculators: bool
 ) -> None:
     checked = case(**flags)
@@ -153,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("flag", "why"), REFUSED, ids=lambda item: str(item)[:30])
-def test_what_is_not_understood_is_refused(tmp_path: Path, flag: dict[str, Any], why: str) -> None:
+def test_unsupported_settings_are_refused(tmp_path: Path, flag: dict[str, Any], why: str) -> None:
     folder = case().written(tmp_path, **flag)
     with pytest.raises(DrafterMismatch, match=why) as error:
         loaded(folder)
@@ -178,13 +178,13 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, change: str) -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_it_keeps_the_distributions_of_drafters(tmp_path: Path, temperature: float) -> None:
+def test_draft_distributions_are_kept(tmp_path: Path, temperature: float) -> None:
     folder = case().written(tmp_path)
     no_text_changes(loaded(folder), temperature)
     depends_on_the_text_alone(lambda: loaded(folder), drawn=temperature > 0, draws=True)
 
 
-def test_a_folder_says_what_it_is(tmp_path: Path) -> None:
+def test_folders_describe_their_drafter(tmp_path: Path) -> None:
     """`--drafter FOLDER`; another drafter of speculators is refused by its name."""
     deep().model.save_pretrained(tmp_path / "model")
     folder = str(case().written(tmp_path / "drafter", speculators=True))
@@ -231,7 +231,7 @@ def parallel(folder: Path, **changed: Any) -> Path:
     return checked.written(folder, True, **by_name)
 
 
-def test_parallel_tokens_read_as_an_independent_forward(tmp_path: Path) -> None:
+def test_parallel_tokens_match_an_independent_forward(tmp_path: Path) -> None:
     """Each mask sees the text and the masks before it, with the learnt feature."""
     result = eagle3.load_parallel(Checkpoint(parallel(tmp_path)), deep())
     item = case(num_hidden_layers=2, own_embeddings=True)

@@ -31,7 +31,7 @@ def spark(folder: Path, **changed: Any) -> Path:
                                  **changed)  # fmt: skip
 
 
-def test_it_says_what_it_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_detected_format_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = spark(tmp_path, speculators_config=verifier("Qwen/Qwen3-4B"))
     with caplog.at_level(logging.WARNING, "draftproof"):
         engine = dp.load(deep().model, drafter=str(folder))
@@ -62,14 +62,14 @@ def test_a_head_for_another_target_is_refused_with_the_reason(tmp_path: Path) ->
         load_drafter(test_dspark.folder_of(tmp_path / "many", w, "speculators"), deep())
 
 
-def test_acceptance_that_would_change_the_text_is_refused(tmp_path: Path) -> None:
+def test_lossy_acceptance_settings_are_refused(tmp_path: Path) -> None:
     for change in ({"accept_tolerance": 2.0}, {"verifier_accept_k": 3}):
         folder = spark(tmp_path, speculators_config=verifier("Qwen/Qwen3-4B", **change))
         with pytest.raises(DrafterMismatch, match="would change the text"):
             load_drafter(folder, deep())
 
 
-def test_settings_that_are_off_are_none(tmp_path: Path) -> None:
+def test_disabled_settings_are_ignored(tmp_path: Path) -> None:
     """What transformers and `speculators` always write is not refused either."""
     base = {"return_dict": True, "output_hidden_states": False, "id2label": {"0": "LABEL_0"},
             "speculators_version": "0.9.0", "quantization_config": None, "some_list": [],
@@ -80,7 +80,7 @@ def test_settings_that_are_off_are_none(tmp_path: Path) -> None:
             load_drafter(spark(tmp_path, **change), deep())
 
 
-def test_what_is_no_drafter(tmp_path: Path) -> None:
+def test_files_that_are_not_drafters_are_rejected(tmp_path: Path) -> None:
     """A model's folder is none; a file of weights that nobody knows is refused."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")

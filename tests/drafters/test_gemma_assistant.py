@@ -99,7 +99,7 @@ def observed(drafter: Any) -> Any:
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["whole head", "centroids"])
-def test_it_reads_as_transformers_own(tmp_path: Path, ordered: bool) -> None:
+def test_output_matches_transformers(tmp_path: Path, ordered: bool) -> None:
     """Keys and values come from a forward of transformers, drafted tokens from a fixed list."""
     drafter = loaded(written(tmp_path, use_ordered_embeddings=ordered))
     reader, drafted = drafter.reader(observed(drafter)), [5, 8, 0]
@@ -124,7 +124,7 @@ def test_it_reads_as_transformers_own(tmp_path: Path, ordered: bool) -> None:
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["whole head", "centroids"])
-def test_no_text_changes(tmp_path: Path, ordered: bool) -> None:
+def test_text_is_unchanged(tmp_path: Path, ordered: bool) -> None:
     keeps_the_text(loaded(written(tmp_path, use_ordered_embeddings=ordered)), target())
 
 
@@ -147,7 +147,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("outer", "inner", "why"), CHANGES)
-def test_what_does_not_fit_is_refused(
+def test_mismatched_drafters_are_refused(
     tmp_path: Path, outer: dict[str, Any], inner: dict[str, Any], why: str
 ) -> None:
     written(tmp_path, use_ordered_embeddings=True)
@@ -175,7 +175,7 @@ def test_settings_that_change_drafts(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-def test_it_says_what_it_is(tmp_path: Path) -> None:
+def test_the_format_is_described(tmp_path: Path) -> None:
     written(tmp_path / "assistant")
     engine = Engine(target(), loaded(tmp_path / "assistant"), budget=3)
     assert engine.drafter.name == "gemma-assistant"

@@ -77,7 +77,7 @@ class Scene:
 
 
 @both_forms
-def test_decoding_runs_what_training_trains(share: bool, tmp_path: Path) -> None:
+def test_decoding_and_training_compute_the_same(share: bool, tmp_path: Path) -> None:
     """Fresh heads say what the target says. Stacked heads after token t say what step i says of
     t + 2 + i; so do those of a draft vocabulary of its tokens, written and read again, too."""
     head, known, inputs = noisy_head(share=share), torch.tensor([7, 3, 30, 12]), features()
@@ -148,7 +148,7 @@ def test_published_sets_are_trees_of_which_a_smaller_budget_takes_the_first(name
 @pytest.mark.parametrize(
     "params", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}]
 )
-def test_drafts_are_what_the_target_would_choose_with_these_logits(params: dict[str, Any]) -> None:
+def test_drafts_follow_the_targets_sampling_options(params: dict[str, Any]) -> None:
     """The first choice of each head is the target's own sample, with its noise."""
     stage = Scene(noisy_head(), Sampling(**params), tree=((0,), (0, 0), (0, 0, 0)))
     tree = stage.propose(3)
@@ -157,7 +157,7 @@ def test_drafts_are_what_the_target_would_choose_with_these_logits(params: dict[
 
 
 @pytest.mark.parametrize("tree", ["dynamic", MEDUSA_TREE], ids=["dynamic", "fixed"])
-def test_confidence_is_the_product_of_what_the_heads_say(tree: Any) -> None:
+def test_confidence_is_the_product_of_head_probabilities(tree: Any) -> None:
     """1 at the root, at most the parent's, 0 where absent; the heads' own if greedy."""
     stage = Scene(noisy_head(), Sampling(), tree=tree)
     result, distributions = stage.propose(7), stage.logits.softmax(-1)
@@ -236,7 +236,7 @@ def test_trees_that_cannot_be_drafted_are_refused() -> None:
 @pytest.mark.parametrize(("layers", "known"), [(2, None), (2, 40), (0, None)],
                          ids=["all tokens", "a draft vocabulary", "no blocks"])
 @both_forms
-def test_packed_heads_say_what_operators_say(share: bool, layers: int, known: int | None) -> None:
+def test_packed_heads_match_the_operators(share: bool, layers: int, known: int | None) -> None:
     """And draft with bigrams: sampled in three rows, and greedily."""
     tables, dice = drafting.packed_target(), torch.Generator().manual_seed(0)
     head = noisy_head(share=share, vocabulary=tables, layers=layers)

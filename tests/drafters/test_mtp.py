@@ -169,7 +169,7 @@ def reference(target: Target, made: Made, first: bool, text: list[int], drafted:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_reads_as_whole_forwards(kind: str, made: Callable[[str], Made]) -> None:
+def test_incremental_reads_match_whole_forwards(kind: str, made: Callable[[str], Made]) -> None:
     target, text, drafted = made(kind).opened(), [7, 3, 31, 2, 9, 4, 12], [5, 8, 0]
     drafts = drafted_logits(target, mtp.load(target), text, drafted)
     wanted = reference(target, made(kind), kind == "mimo", text, drafted)
@@ -194,7 +194,7 @@ def test_it_drafts_what_transformers_would(kind: str, made: Callable[[str], Made
 
 @pytest.mark.parametrize("kind", ["qwen3.5", "deepseek-v3"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_no_text_changes(
+def test_text_is_unchanged(
     kind: str, temperature: float, made: Callable[[str], Made]
 ) -> None:
     target = made(kind).opened()
@@ -202,7 +202,7 @@ def test_no_text_changes(
 
 
 @pytest.mark.parametrize(("kind", "name"), [("qwen3.5", "mtp"), ("mimo", "mtp+suffix")])
-def test_it_is_named_like_any_drafter(
+def test_it_can_be_chosen_by_name(
     kind: str, name: str, made: Callable[[str], Made]
 ) -> None:
     engines = (load(made(kind).folder, drafter=item, budget=4) for item in (name, "none"))
@@ -238,7 +238,7 @@ CHANGES: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "tensors", "settings", "why"), CHANGES)
-def test_what_is_not_understood_is_refused(
+def test_unsupported_settings_are_refused(
     kind: str, tensors: dict[str, Any], settings: dict[str, Any], why: str, tmp_path: Path,
     made: Callable[[str], Made],
 ) -> None:  # fmt: skip
@@ -251,7 +251,9 @@ def test_what_is_not_understood_is_refused(
     assert "\n" not in str(error.value)
 
 
-def test_a_model_without_one_is_told(made: Callable[[str], Made], tmp_path: Path) -> None:
+def test_a_model_without_mtp_layers_raises_a_clear_error(
+    made: Callable[[str], Made], tmp_path: Path
+) -> None:
     target = made("mimo").opened()
     target.model.save_pretrained(tmp_path)
     target.model.config.name_or_path = str(tmp_path)
@@ -283,7 +285,7 @@ def bare(made: Made, folder: Path) -> Target:
 MLX = {"model_type": "qwen3_5_mtp", "block_size": 3}
 
 
-def test_a_head_of_its_own_drafts_as_one_in_the_model(
+def test_standalone_heads_draft_like_heads_in_the_model(
     tmp_path: Path, made: Callable[[str], Made]
 ) -> None:
     """A folder with and without `mtp.`, a bare file, and the layout of `speculators`."""

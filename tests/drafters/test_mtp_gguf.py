@@ -90,14 +90,14 @@ def test_a_file_drafts_as_the_folder_of_the_same_weights(kind: str, tmp_path: Pa
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_it_is_named_like_any_drafter_and_no_text_changes(tmp_path: Path) -> None:
+def test_it_can_be_chosen_by_name_and_text_is_unchanged(tmp_path: Path) -> None:
     _, path = written("qwen35", tmp_path)
     engines = (load(path, drafter=name, budget=4, dtype="float32") for name in ("mtp", "none"))
     drafted, plain = (engine.generate([[1, 2, 3]], max_new_tokens=12)[0] for engine in engines)
     assert drafted.tokens == plain.tokens and drafted.stats.drafted > 0
 
 
-def test_without_a_norm_of_its_own_it_takes_the_last_one_of_the_model(tmp_path: Path) -> None:
+def test_a_missing_norm_falls_back_to_the_models_final_norm(tmp_path: Path) -> None:
     def drop(tensors: dict[str, Any]) -> None:
         tensors.pop("blk.2.nextn.shared_head_norm.weight")
 

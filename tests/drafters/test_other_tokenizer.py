@@ -29,7 +29,7 @@ def drafter(shape: TreeShape | None = None) -> OtherTokenizer:
     return OtherTokenizer(pair()[1], shared(), shape)
 
 
-def test_tokens_are_shared_by_what_they_stand_for() -> None:
+def test_tokens_are_mapped_by_their_bytes() -> None:
     """Special ones only if both have them. The others have no chance."""
     known = shared().to_draft.tolist()
     settings = {OURS[index]: THEIRS[theirs] for index, theirs in enumerate(known) if theirs >= 0}
@@ -44,7 +44,7 @@ def test_tokens_are_shared_by_what_they_stand_for() -> None:
         assert torch.equal(ours, logits[..., mine]) if mine >= 0 else (ours == -torch.inf).all()
 
 
-def test_a_text_goes_from_one_tokenizer_to_the_other() -> None:
+def test_texts_are_translated_between_tokenizers() -> None:
     ours, theirs, both = OURS.index, THEIRS.index, shared()
     prompt = [ours("<user>"), ours("th"), ours("i"), ours("in"), ours("Ġ"), ours("a")]
     assert both.draft.bytes_for(both.begin(prompt)[1:]) == b"thiin a"
@@ -57,7 +57,7 @@ def test_a_text_goes_from_one_tokenizer_to_the_other() -> None:
 
 @pytest.mark.parametrize("shape", [None, TreeShape.branching((2, 2))], ids=["chain", "tree"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=2)])
-def test_the_text_is_that_of_plain_decoding(shape: TreeShape | None, sampling: Sampling) -> None:
+def test_text_equals_plain_decoding(shape: TreeShape | None, sampling: Sampling) -> None:
     """Ragged prompts, in fewer rows than texts; under every rule where greedy, rules agree."""
     ours, asked = pair()[0], prompts(7, vocab=len(OURS))
     options: dict[str, Any] = {"max_new_tokens": 24, "sampling": sampling}
@@ -76,7 +76,7 @@ def test_a_draft_that_forgets_the_beginning_changes_no_text() -> None:
     assert texts(Engine(ours, short, budget=3), asked, max_new_tokens=50) == wanted
 
 
-def test_the_cache_holds_what_was_read() -> None:
+def test_the_draft_cache_matches_the_tokens_read() -> None:
     """A draft proposes what one does that reads again, also where rows take the places of
     others."""
     class Fresh(OtherTokenizer):
@@ -106,7 +106,7 @@ def test_the_cache_holds_what_was_read() -> None:
         assert drafted(OtherTokenizer, temperature) == drafted(Fresh, temperature)
 
 
-def test_what_is_attached_is_what_was_drawn() -> None:
+def test_attached_probabilities_are_those_drawn_from() -> None:
     """The draft's distribution of every node is that of its restricted logits after the text before
     it."""
     ours, asked = pair()[0], prompts(2, vocab=len(OURS), seed=3)
@@ -131,7 +131,7 @@ def test_what_is_attached_is_what_was_drawn() -> None:
     assert seen
 
 
-def test_tokenizers_that_share_nothing_are_refused() -> None:
+def test_tokenizers_without_shared_tokens_are_refused() -> None:
     strange = codec(["Ġqq", "qqq", "<x>"], "<x>")
     with pytest.raises(DrafterMismatch, match="share"):
         SharedVocabulary(codec(OURS, "<end>"), strange, len(OURS), 3)

@@ -24,7 +24,7 @@ def drafter(**overrides: Any) -> ParallelDraft:
     return ParallelDraft(draft, tiny.VOCAB, MASK, trees=True)
 
 
-def test_a_block_is_read_as_without_a_cache() -> None:
+def test_blocks_match_reading_without_a_cache() -> None:
     """After a prompt, and again after some of the draft was accepted."""
     ours, model, seen = drafter(), tiny.model(seed=1, num_hidden_layers=1), list(SEEN)
     ours.start(1, 64, drafting.CPU)
@@ -55,7 +55,7 @@ def test_rows_of_different_lengths_share_a_pass() -> None:
             assert result[row].tolist() == item[0].tolist()
 
 
-def test_no_text_changes() -> None:
+def test_text_is_unchanged() -> None:
     keeps_the_text(drafter(), tiny.target())
 
 

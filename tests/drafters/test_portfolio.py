@@ -73,13 +73,13 @@ class Row:
         return drafted(tree)
 
 
-def test_what_members_propose_is_merged_by_confidence() -> None:
+def test_proposals_are_merged_by_confidence() -> None:
     """At first each member's confidence counts: the likeliest of all, with the best of theirs."""
     row = Row(Portfolio([Says([[5, 6], [7, 8]], [0.5, 0.4]), Says([[5, 9], [4, 4]], [0.6, 0.1])]))
     assert row.round([1]) == pytest.approx({(5,): 0.6, (7,): 0.4, (5, 9): 0.36, (5, 6): 0.25})
 
 
-def test_each_node_is_told_with_the_first_member_that_proposed_it() -> None:
+def test_nodes_are_attributed_to_the_first_member_that_proposed_them() -> None:
     first, second = Says([[5, 6], [7, 8]], [0.5, 0.4]), Says([[5, 9], [7, 8]], [0.6, 0.4])
     first.name = "first"
     portfolio = Portfolio([first, second])
@@ -90,7 +90,7 @@ def test_each_node_is_told_with_the_first_member_that_proposed_it() -> None:
     assert out == {(5,): "first", (7,): "first", (5, 9): "says", (5, 6): "first", (7, 8): "first"}
 
 
-def test_a_right_member_is_believed_even_if_the_target_did_not_read_it() -> None:
+def test_correct_members_gain_weight_even_if_their_nodes_were_cut() -> None:
     """An overconfident member fills the tree; the right one is compared too, and takes over."""
     row = Row(Portfolio([Says([[5, 5], [6, 6]], [0.9, 0.85]), Says([[7, 8], [9, 9]], [0.3, 0.2])]))
     first = row.round([7, 8, 3], budget=2)
@@ -102,7 +102,7 @@ def test_a_right_member_is_believed_even_if_the_target_did_not_read_it() -> None
 
 
 @pytest.mark.parametrize(("truth", "right"), [([7], 0), ([5], 0), ([5, 1], 0), ([5, 6], 1)])
-def test_what_never_came_to_be_known_is_not_judged(truth: list[int], right: int) -> None:
+def test_nodes_with_unknown_outcomes_are_not_scored(truth: list[int], right: int) -> None:
     """Neither a node deeper than what was committed, nor one after a wrong node."""
     portfolio = Portfolio([Says([[5, 6]], [0.9])])
     row = Row(portfolio)
@@ -113,7 +113,7 @@ def test_what_never_came_to_be_known_is_not_judged(truth: list[int], right: int)
     assert judged.tolist() == pytest.approx([right, float(len(truth) == 2)], abs=0.1)
 
 
-def test_members_get_the_hidden_states_they_want_and_never_draw() -> None:
+def test_members_get_the_hidden_states_they_need_and_do_not_sample() -> None:
     members: list[Says] = []
     for layers in ((), (1,), (-1, 0), (-1, 0, 1)):
         members.append(Says([[5]], [0.5]))
@@ -133,7 +133,7 @@ def test_members_get_the_hidden_states_they_want_and_never_draw() -> None:
                 torch.testing.assert_close(told.hidden[:, :1], wanted)
 
 
-def test_a_portfolio_wants_what_its_members_want() -> None:
+def test_portfolios_combine_their_members_requirements() -> None:
     both = Portfolio([TokenRecycling(), Medusa(medusa_head(), target())])
     assert both.top_k_needed == TokenRecycling.top_k_needed and both.hidden_layers == (-1,)
     assert both.deepest == max(TokenRecycling.deepest or 0, medusa_head().config.num_heads)
@@ -142,7 +142,7 @@ def test_a_portfolio_wants_what_its_members_want() -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=4)],
                          ids=["greedy", "sampled"])
-def test_nearly_as_much_is_accepted_as_by_the_best_member(sampling: Sampling) -> None:
+def test_portfolios_accept_nearly_as_much_as_their_best_member(sampling: Sampling) -> None:
     """Twice the same requests, so that all have learnt: the best is not drowned by the others, nor
     by one that errs always."""
     asked, options = prompts(4, seed=3), {"max_new_tokens": 40, "sampling": sampling}
@@ -163,7 +163,7 @@ def test_nearly_as_much_is_accepted_as_by_the_best_member(sampling: Sampling) ->
     assert rates["all"] > 0.8 * max(rates.values()) > 2
 
 
-def test_who_rereads_its_own_tree_is_refused_and_so_is_nobody() -> None:
+def test_drafters_that_build_on_their_own_tree_and_empty_lists_are_refused() -> None:
     with pytest.raises(DrafterMismatch, match="alone"):
         Portfolio([PromptLookup(), DraftModel(target(), 40)])
     with pytest.raises(BadInput, match="at least one drafter"):
@@ -172,7 +172,7 @@ def test_who_rereads_its_own_tree_is_refused_and_so_is_nobody() -> None:
     assert all(completion.stats.accepted == 0 for completion in done)
 
 
-def test_any_model_gets_a_portfolio_when_nobody_names_a_drafter() -> None:
+def test_the_default_drafter_of_any_model_is_a_portfolio() -> None:
     engine, names = load(model()), ["prompt-lookup", "suffix", "recycling"]
     assert isinstance(engine.drafter, Portfolio)
     assert [member.name for member in engine.drafter.members] == names

@@ -102,7 +102,7 @@ def test_rows_do_not_see_each_other_nor_what_lies_after_their_text() -> None:
         assert drafted(alone) == drafted(together, row)
 
 
-def test_what_repeats_is_accepted() -> None:
+def test_repeated_text_is_accepted() -> None:
     """Greedy, a tiny model goes round in circles: lookup must follow it, and the text must stay."""
     asked = [text * 3 for text in prompts(6, seed=3)]
     wanted = [item.tokens for item in Engine(target()).generate(asked, max_new_tokens=60)]

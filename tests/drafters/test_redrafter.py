@@ -155,7 +155,7 @@ def test_a_target_of_chains_gets_the_best_first_chain() -> None:
 @pytest.mark.parametrize("params",
                          [{"temperature": 0.5, "seed": 5}, {"repetition_penalty": 1.7},
                           {"temperature": 2.0, "no_repeat_ngram": 1, "top_p": 0.95, "seed": 2}])
-def test_every_beam_is_sampled_by_its_own_path(params: dict[str, Any]) -> None:
+def test_each_beam_uses_the_noise_of_its_own_path(params: dict[str, Any]) -> None:
     """Children are the target's best tokens, noise and penalties included, given their own path.
 
     A temperature below 1 magnifies the differences between draft and target: less is sure."""
@@ -182,7 +182,7 @@ def test_every_beam_is_sampled_by_its_own_path(params: dict[str, Any]) -> None:
     assert len(paths) == 19 and len(inner) > 3
 
 
-def test_what_may_not_come_is_absent() -> None:
+def test_disallowed_tokens_are_not_drafted() -> None:
     """Fewer tokens allowed than beams: the rest is absent, and so is what would follow."""
     tables = Tables()
     hidden = random(2, 8, seed=6)
@@ -205,7 +205,7 @@ def test_what_may_not_come_is_absent() -> None:
      {"share_lm_head": True, "known": 30, "rnn_activation": "none", "skip_u_at_first_step": True},
      {"known": 30}], ids=["published", "shared", "narrow", "few, shared", "few"],
 )  # fmt: skip
-def test_a_search_in_one_call_is_that_of_many(form: dict[str, Any], tied: bool) -> None:
+def test_a_search_in_one_call_matches_step_by_step(form: dict[str, Any], tied: bool) -> None:
     """The same nodes and confidence but for near ties: sampled and greedy, ending early."""
     tables = packed_target(tied)
     head = random_head(tables, **form)
@@ -306,7 +306,7 @@ def test_the_head_that_was_given_stays_as_it_is() -> None:
     assert all(torch.equal(settings[name], weight) for name, weight in head.state_dict().items())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_drafters_are_refused() -> None:
     """But a few rows more or less, which are padding: no token is drafted that either lacks."""
     tables = Tables()
     for rows in (80, 100):

@@ -32,7 +32,7 @@ DRAFTS = [pytest.param({"quantize": "int8"}, id="int8"),
 @pytest.mark.parametrize("options", DRAFTS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=3)],
                          ids=["greedy", "sampled"])
-def test_a_self_draft_changes_no_text(options: dict, sampling: Sampling) -> None:
+def test_self_drafting_does_not_change_the_text(options: dict, sampling: Sampling) -> None:
     asked = prompts(5, seed=3)
     wanted = texts(Engine(target()), asked, max_new_tokens=16, sampling=sampling)
     engine = Engine(target(), Watch(SelfDraft(target(), **options)))
@@ -43,7 +43,7 @@ def test_a_self_draft_changes_no_text(options: dict, sampling: Sampling) -> None
         assert texts(engine, asked, max_new_tokens=16) == wanted, rule
 
 
-def test_eight_bits_agree_nearly_always_and_one_layer_less() -> None:
+def test_self_drafts_in_8_bits_agree_more_than_with_one_layer() -> None:
     asked, shares = prompts(8, seed=5), list[float]()
     for options in ({"quantize": "int8"}, {"layers": 1}, {}):
         engine = Engine(target(), SelfDraft(target(), **options), budget=4)

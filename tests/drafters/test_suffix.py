@@ -77,7 +77,7 @@ def test_confidence_is_that_of_counting() -> None:
     ([5, 6, 7], [1, 5], [5, 6, 7]),                         # it stops where another text ends
     ([], [9, 1, 2, 3, 1, 2, 3], [3, 1, 2, 3, 1, 2, 3]),     # and repeats its own
 ], ids=["earlier", "end", "own"])  # fmt: skip
-def test_what_followed_is_continued(earlier: Text, text: Text, wanted: Text) -> None:
+def test_earlier_continuations_are_drafted(earlier: Text, text: Text, wanted: Text) -> None:
     drafter = started(4096, 4, *([earlier] if earlier else []))
     drafter.start(2, CAPACITY, CPU)
     drafter.observe(commit_of([0], [text[:-1]]))

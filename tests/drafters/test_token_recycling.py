@@ -49,7 +49,7 @@ def even(*tokens: int) -> Best:
     return dict(zip(tokens, confidence, strict=True))
 
 
-def test_what_was_likely_is_drafted_with_the_chances_of_paths() -> None:
+def test_likely_successors_are_drafted_with_path_probabilities() -> None:
     """5 before 6 or 7, 6 before 8 or 9: the tree is the product, the likeliest first."""
     drafter = started()
     tree = TokenTree.chain(torch.tensor([[5, 6]]))
@@ -70,7 +70,7 @@ def test_rejected_nodes_teach_and_absent_ones_do_not() -> None:
         assert (17,) not in drafted(proposed(drafter, [[30, 5, 11, strange]]))
 
 
-def test_the_pair_before_the_token_alone_and_the_newest_before_the_old() -> None:
+def test_bigrams_precede_unigrams_and_newer_entries_older_ones() -> None:
     drafter = started()
     for first, last in ((5, 8), (4, 20)):
         tree = TokenTree.chain(torch.tensor([[first, 6]]))
@@ -103,7 +103,7 @@ def test_texts_of_another_owner_teach_nothing() -> None:
     assert 16 in tree.tokens[0] and 6 in tree.tokens[1]
 
 
-def test_of_one_token_read_twice_at_once_the_later_counts() -> None:
+def test_the_later_of_two_reads_of_a_token_is_kept() -> None:
     """In both rows, in one commit: never the tokens of one with the confidence of another."""
     drafter = started()
     tree = TokenTree.chain(torch.tensor([[6, 6, 6]]))
@@ -112,7 +112,7 @@ def test_of_one_token_read_twice_at_once_the_later_counts() -> None:
     assert {path[0] for path in drafts} == {11, 12}
 
 
-def test_a_small_memory_forgets_but_never_mixes() -> None:
+def test_a_small_memory_forgets_but_does_not_mix_entries() -> None:
     """Two slots, many tokens: whatever is proposed came out after that very token."""
     dice = torch.Generator().manual_seed(0)
     drafter = started(memory=2)
@@ -147,7 +147,7 @@ class Ask(Drafter):
 
 
 @pytest.mark.parametrize("wants", [0, 3, 1000])
-def test_the_target_tells_its_best_tokens_to_who_asks(wants: int) -> None:
+def test_the_target_passes_top_tokens_to_drafters_that_need_them(wants: int) -> None:
     """The best after every node read in rounds, not in prompts; nothing to who does not ask."""
     drafter, read = Ask(wants), 0
     done = Engine(target(), drafter, budget=3).generate(prompts(1, seed=1), max_new_tokens=12)[0]
@@ -175,7 +175,7 @@ class Third(Budget):
         self.cooldown = self.cooldown - 1 if self.cooldown else 2
 
 
-def test_what_rounds_and_rests_tell_is_kept_apart() -> None:
+def test_rounds_and_cooldowns_are_recorded_separately() -> None:
     """Plain rounds are told later; the target's best tokens are unknown while drafting rests."""
     drafter = Ask(3, draws=False)
     Engine(target(), drafter, budget=Third()).generate(prompts(1, seed=1), max_new_tokens=14)
@@ -192,7 +192,7 @@ def test_it_keeps_to_its_depth() -> None:
     assert int(depths.max()) == DEPTH == TokenRecycling.deepest
 
 
-def test_what_follows_a_root_is_known_by_the_token_before_it() -> None:
+def test_successors_of_a_root_depend_on_the_previous_token() -> None:
     """Not by any token of the tree: its nodes come after the root."""
     drafter = started()
     for last, follows in ((3, 8), (4, 20)):

@@ -81,7 +81,7 @@ def runs(luck: Luck | float, draft: float, tokens: int) -> float:
 
 @pytest.mark.parametrize("draft", (0.02, 0.1, 0.25, 1.0))
 @pytest.mark.parametrize("alpha", (0.0, 0.2, 0.4, 0.6, 0.8, 0.95))
-def test_it_finds_the_best_size_and_loses_little(alpha: float, draft: float) -> None:
+def test_it_finds_the_best_draft_size_at_little_cost(alpha: float, draft: float) -> None:
     """Also where none pays, and in a short text of a cold engine."""
     tokens = {size: (1 - alpha ** (size + 1)) / (1 - alpha) for size in presets(8)}
     best = min((1 + (draft + 0.02) * size) / tokens[size] for size in tokens)
@@ -90,7 +90,7 @@ def test_it_finds_the_best_size_and_loses_little(alpha: float, draft: float) -> 
 
 
 @pytest.mark.parametrize("tokens", [96, 1024])
-def test_that_one_node_does_not_pay_says_nothing_of_eight(tokens: int) -> None:
+def test_a_bad_small_size_does_not_rule_out_large_sizes(tokens: int) -> None:
     """To draft at all costs a step, a node little: heads, or many cheap drafters together."""
     def simulated(seed: int) -> World:
         return World(lambda written, depth, size: 0.7, noise=busy, seed=1000 * seed,
@@ -113,7 +113,7 @@ SPITEFUL: dict[str, Luck] = {
 @pytest.mark.parametrize("luck", SPITEFUL)
 @pytest.mark.parametrize("draft", [0.02, 0.2, 0.5])
 @pytest.mark.parametrize(("debt", "rate"), [(DEBT, RATE), (0.0, 0.0)])
-def test_no_sequence_of_drafts_costs_more_than_was_promised(
+def test_the_loss_of_any_sequence_of_drafts_is_bounded(
     luck: str, draft: float, debt: float, rate: float
 ) -> None:
     """The debt and its rate, and at most one round beyond them."""
@@ -123,12 +123,12 @@ def test_no_sequence_of_drafts_costs_more_than_was_promised(
 
 
 @pytest.mark.parametrize(("draft", "most"), [(0.1, 0.75), (0.25, 0.85)])
-def test_it_follows_drafts_that_turn_good_and_bad(draft: float, most: float) -> None:
+def test_it_adapts_when_drafts_become_good_or_bad(draft: float, most: float) -> None:
     turning: Luck = lambda written, depth, size: 0.0 if written // 512 % 2 else 0.9  # noqa: E731
     assert runs(turning, draft, 4096) < most
 
 
-def test_a_slow_machine_is_not_a_slow_drafter() -> None:
+def test_a_slow_machine_is_not_mistaken_for_a_slow_drafter() -> None:
     """From the middle on everything takes three times as long, and drafting goes on; where drafts
     alone become slow, or are slower than the target, it does not."""
     result, budget = world(0.85, 0.05), Adaptive(8)
@@ -144,7 +144,7 @@ def test_a_slow_machine_is_not_a_slow_drafter() -> None:
 
 
 @pytest.mark.parametrize(("alpha", "draft"), [(0.8, 0.08), (0.7, 0.18), (0.5, 0.05)])
-def test_next_to_another_process_it_drafts_as_often_as_alone(alpha: float, draft: float) -> None:
+def test_a_busy_machine_does_not_reduce_drafting(alpha: float, draft: float) -> None:
     """All the time, or for some hundred tokens now and then."""
     shares = list[float]()
     for neighbour in (lambda _: False, lambda _: True, lambda written: written // 300 % 2 == 1):
@@ -155,7 +155,7 @@ def test_next_to_another_process_it_drafts_as_often_as_alone(alpha: float, draft
 
 
 @pytest.mark.parametrize("draft", [0.1, 0.4])
-def test_next_to_another_process_drafts_that_do_not_pay_are_given_up(draft: float) -> None:
+def test_on_a_busy_machine_useless_drafts_are_given_up(draft: float) -> None:
     """Also such as paid before, and became slow when the machine did."""
     worlds = [world(0.1, draft, noise=busy, neighbour=lambda written: written > 200,
                     seed=1000 * seed).run(Adaptive(8), 1500) for seed in range(6)]
@@ -168,7 +168,7 @@ def test_next_to_another_process_drafts_that_do_not_pay_are_given_up(draft: floa
 
 @pytest.mark.parametrize(("which", "drafts"), [(0, 1), (1, 1), (2, 1), (4, 1), (30, 3)])
 @pytest.mark.parametrize("steps", [5.0, 100.0])
-def test_a_machine_that_stood_still_for_a_moment_drafts_on(
+def test_a_brief_stall_does_not_stop_drafting(
     which: int, drafts: int, steps: float
 ) -> None:
     """One of the first drafts, or several, took far too long, by no fault of the drafter's."""
@@ -181,7 +181,7 @@ def test_a_machine_that_stood_still_for_a_moment_drafts_on(
         assert (trial.time - begun) / (trial.written - written) < (0.38 if drafts == 1 else 0.4)
 
 
-def test_a_plain_round_is_measured_now_and_then() -> None:
+def test_plain_rounds_are_remeasured_regularly() -> None:
     """Seldom, and more seldom the better it is known. One that was slow because it was the first
     would make any draft seem quick."""
     sizes = world(0.9, 0.05).run(Adaptive(8), 9000).sizes
@@ -193,7 +193,7 @@ def test_a_plain_round_is_measured_now_and_then() -> None:
 
 
 @pytest.mark.parametrize(("good", "bad", "most"), [(0.95, 0.5, 0.77), (0.97, 0.3, 0.88)])
-def test_what_was_gained_may_be_lost_again(good: float, bad: float, most: float) -> None:
+def test_earlier_gains_may_be_spent(good: float, bad: float, most: float) -> None:
     """A draft model whose drafts are good and bad by passages, on short texts, of which it reads
     each prompt first: two misses are a debt of three plain steps, and no reason to stop."""
     dice = random.Random(1)
@@ -209,7 +209,7 @@ def test_what_was_gained_may_be_lost_again(good: float, bad: float, most: float)
 @pytest.mark.parametrize(("alpha", "draft", "prompt", "setup", "most"),
                          [(0.8, 0.1, 20, 4.0, 0.5), (0.85, 0.05, 1000, 20.0, 0.5),
                           (0.02, 0.2, 500, 6.0, 1.02), (0.9, 0.9, 500, 6.0, 1.02)])
-def test_what_a_drafter_must_read_first_is_weighed(
+def test_catch_up_reading_counts_as_a_cost(
     alpha: float, draft: float, prompt: int, setup: float, most: float
 ) -> None:
     """Good drafts earn it in each text; where they do not, or for a few tokens, it is not begun
@@ -222,7 +222,7 @@ def test_what_a_drafter_must_read_first_is_weighed(
         assert not any(world(alpha, draft, prompt=prompt, setup=setup).run(budget, 12).sizes)
 
 
-def test_trees_are_known_by_their_nodes() -> None:
+def test_tree_costs_depend_on_their_nodes() -> None:
     """Half the first nodes are accepted and few beyond the fifth: a draft of five it is, of ten. In
     a batch of another shape so it is once a plain round was measured twice."""
     dice, budget, sizes = random.Random(0), Adaptive(10), []

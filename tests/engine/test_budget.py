@@ -53,7 +53,7 @@ def test_no_sequence_of_budgets_changes_the_text(
     assert [texts(adaptive, asked, **wish) for _ in range(2)] == [wanted] * 2
 
 
-def test_a_budget_is_told_what_came_of_its_rounds() -> None:
+def test_budgets_receive_the_results_of_their_rounds() -> None:
     """Sizes as chosen, emitted tokens that add up, accepted nodes within the draft, seconds."""
     budget = Wild(6, 1)
     engine = Engine(target(), DRAFTERS["target itself"](target()), budget=budget)
@@ -64,7 +64,7 @@ def test_a_budget_is_told_what_came_of_its_rounds() -> None:
     assert all(state.rows == 1 and 0 < state.remaining < 30 for state in budget.states)
 
 
-def test_a_budget_is_told_what_a_draft_model_has_not_read() -> None:
+def test_budgets_receive_the_unread_tokens_of_a_draft_model() -> None:
     """After plain rounds as well, of which the drafter itself may learn later."""
     budget, (prompt,) = Wild(3, size=0), prompts(1, seed=2)
     Engine(target(), DRAFTERS["draft chain"](target()), budget=budget).generate(
@@ -74,7 +74,7 @@ def test_a_budget_is_told_what_a_draft_model_has_not_read() -> None:
 
 
 @pytest.mark.parametrize("drafter", ["draft chain", "redrafter"])
-def test_drafts_end_where_they_are_unlikely_to_stand(drafter: str) -> None:
+def test_drafts_end_where_acceptance_is_unlikely(drafter: str) -> None:
     """A higher floor drafts fewer tokens, of which more stand; the text is the same."""
     asked, shares, drafted = prompts(6, seed=4), list[float](), list[int]()
     wish = {"max_new_tokens": 24, "sampling": BOTH, "batch_size": 1}

@@ -8,7 +8,7 @@ from draftproof.engine.chunk_budget import LEAST, SHARE, TOGETHER, ChunkBudget
 
 
 @pytest.mark.parametrize(("fixed", "each"), [(0.0, 0.001), (0.01, 0.002), (0.0, 0.1), (0.0, 1e-5)])
-def test_a_chunk_comes_to_take_so_many_rounds(fixed: float, each: float) -> None:
+def test_chunk_size_converges_to_the_target_time(fixed: float, each: float) -> None:
     budget, round_seconds = ChunkBudget(64), 0.02
     for _ in range(40):
         budget.round_took(round_seconds, 0)
@@ -19,7 +19,7 @@ def test_a_chunk_comes_to_take_so_many_rounds(fixed: float, each: float) -> None
 
 @pytest.mark.parametrize(("fixed", "each"), [
     (0.0, 0.001), (0.01, 0.001), (0.018, 0.0005), (0.0, 1e-5)])  # fmt: skip
-def test_a_pass_with_a_chunk_comes_to_take_so_many_rounds_whatever_is_drafted(
+def test_mixed_passes_converge_to_the_target_time_with_any_draft(
     fixed: float, each: float
 ) -> None:
     budget, round_seconds, longest = ChunkBudget(64), 0.02, 0.0
@@ -36,7 +36,7 @@ def test_a_pass_with_a_chunk_comes_to_take_so_many_rounds_whatever_is_drafted(
     assert longest < 1.3 * TOGETHER * round_seconds, "on the way there, too"
 
 
-def test_where_rounds_become_slower_the_prompt_is_still_read() -> None:
+def test_prompts_progress_even_if_rounds_become_slower() -> None:
     budget = ChunkBudget(64)
     for _ in range(40):
         budget.round_took(0.02, 0)
@@ -46,7 +46,7 @@ def test_where_rounds_become_slower_the_prompt_is_still_read() -> None:
     assert chunk > 3 * LEAST
 
 
-def test_the_short_last_chunk_and_what_is_unknown_teach_nothing() -> None:
+def test_short_or_unmeasured_chunks_are_ignored() -> None:
     budget = ChunkBudget(64)
     before = budget.tokens
     budget.chunk_took(before, 1.0)
@@ -74,7 +74,7 @@ def test_drafts_next_to_a_prompt_do_not_make_its_chunks_longer() -> None:
     assert budget.most_drafts(1) == budget.tokens and budget.most_drafts(64) == 0
 
 
-def test_slow_rounds_are_not_believed() -> None:
+def test_slow_outlier_rounds_are_ignored() -> None:
     budget = ChunkBudget(64)
     for seconds in (0.02, 5.0, 0.02, 0.02, 5.0) * 4:
         budget.round_took(seconds, 0)

@@ -72,7 +72,7 @@ def test_texts_that_run_at_the_same_time(drafter: str) -> None:
         assert way(engine) == alone, way.__name__
 
 
-def test_what_a_drafter_learned_outlasts_a_run_and_an_open_stream() -> None:
+def test_learned_state_survives_runs_and_open_streams() -> None:
     """Of the same text, with another one open: more is accepted the second time."""
     engine = Engine(target(), DRAFTERS["suffix"](target()))
     stream = engine.stream(SHORT)
@@ -82,7 +82,7 @@ def test_what_a_drafter_learned_outlasts_a_run_and_an_open_stream() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_goes_on() -> None:
+def test_generation_works_in_a_forked_process() -> None:
     engine = Engine(target(), Guess())
     alone, (reads, writes) = generated(engine, LONG), os.pipe()
     child = os.fork()

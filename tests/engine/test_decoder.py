@@ -25,7 +25,7 @@ from draftproof.native.cpu_ops import CpuOps
 from draftproof.requests.stats import Round
 
 
-def test_the_target_reads_each_prompt_token_once_and_each_new_one_once_where_it_stands() -> None:
+def test_the_target_reads_each_kept_token_exactly_once() -> None:
     """Every read starts where the committed text ends, also with several samples."""
     counting = Counted(target())
     item = decoder(PromptLookup(), ours=counting)
@@ -58,7 +58,7 @@ def test_a_draft_reads_each_prompt_token_once() -> None:
 
 
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in ("plain", "guess")])
-def test_a_drafter_told_of_plain_rounds_together_drafts_the_same(
+def test_joined_commits_of_plain_rounds_give_the_same_drafts(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several rows, unless drafters learn from the others in the order in which they write."""
@@ -111,7 +111,7 @@ def _broken(frontier: Frontier, kind: str) -> TokenTree:
 @pytest.mark.parametrize("kind", [
     "parent after", "parent beyond", "two roots", "unknown token", "negative token", "int32",
     "more rows", "deeper than said"])  # fmt: skip
-def test_what_is_no_tree_is_refused(kind: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_trees_are_refused(kind: str, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Drafter):
         def propose(self, frontier: Frontier) -> TokenTree:
             return _broken(frontier, kind)
@@ -121,7 +121,7 @@ def test_what_is_no_tree_is_refused(kind: str, ops: Ops, monkeypatch: pytest.Mon
         Engine(target(), Broken(), budget=5).generate([[1, 2], [3]], max_new_tokens=4)
 
 
-def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:
+def test_drafters_that_exceed_their_budget_are_refused() -> None:
     class Greedy(Drafter):
         name = "greedy"
 
@@ -137,7 +137,7 @@ def test_a_drafter_that_ignores_its_budget_is_told_so() -> None:
 @pytest.mark.parametrize("closed", [False, True], ids=["at hand", "closed"])
 @pytest.mark.parametrize("drafter",
                          ["medusa, pairs", "redrafter", "target itself", "medusa, fixed tree"])
-def test_a_round_tells_which_nodes_stood(drafter: str, closed: bool) -> None:
+def test_rounds_report_the_accepted_nodes(drafter: str, closed: bool) -> None:
     """By number where nodes are ranked, so that a budget can tell what fewer would have given."""
     items, told = list[Accepted](), list[Round]()
     batched = decoder(DRAFTERS[drafter](target()), budget=6, shapes=ShapePolicy(closed=closed))

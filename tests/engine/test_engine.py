@@ -27,7 +27,7 @@ NEW = 16
 WARM = Sampling(temperature=0.9, seed=5)
 
 
-def test_wishes_are_those_of_transformers_generate() -> None:
+def test_options_match_transformers_generate() -> None:
     """Greedy with processors: the same text as ``generate`` with the same options."""
     asked = [text for text in prompts(9, seed=9) if len(text) > 2]  # it skips words longer than it
     want = Sampling(repetition_penalty=1.3, no_repeat_ngram=2, banned_words=[[3], [5, 6]],
@@ -85,7 +85,9 @@ class Counting:
                           (lambda text, scores: scores[:, :3], "shape"),
                           (lambda text, scores: 1 / 0, "fails")],
                          ids=["counts", "random", "shape", "raises"])
-def test_a_processor_that_is_no_function_of_the_text_is_refused(processor: Any, word: str) -> None:
+def test_processors_that_do_not_depend_on_the_text_alone_are_refused(
+    processor: Any, word: str
+) -> None:
     with pytest.raises(BadInput, match=word):
         Engine(target()).generate([[1, 2]], sampling=Sampling(processors=[processor]))
     assert not getattr(processor, "calls", 0), "the user's object is not touched"
@@ -93,7 +95,7 @@ def test_a_processor_that_is_no_function_of_the_text_is_refused(processor: Any, 
 
 @pytest.mark.parametrize("acceptance", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_cannot_go_on_ends_alone(acceptance: str, temperature: float) -> None:
+def test_a_failing_row_does_not_affect_others(acceptance: str, temperature: float) -> None:
     """One meets NaN, one has no next token; the others, and those that come, notice nothing."""
     def not_after_seven(text: Tensor, scores: Tensor) -> Tensor:
         stuck = (text[:, 0] == 7) & (text.shape[1] > 4)
@@ -136,7 +138,9 @@ def test_a_row_that_cannot_go_on_ends_alone(acceptance: str, temperature: float)
     ([[1]], {"sampling": Sampling(banned_words="x")}, "tokenizer"),
     ([[1]], {"sampling": Sampling(logit_bias={VOCAB: 1.0})}, "logit_bias"),
     ([[1]], {"sampling": Sampling(banned_words=[[-1]])}, "banned_words")], ids=str)
-def test_bad_requests_are_one_sentence(prompts: Any, call: dict[str, Any], word: str) -> None:
+def test_bad_requests_are_reported_in_one_sentence(
+    prompts: Any, call: dict[str, Any], word: str
+) -> None:
     with pytest.raises(BadInput, match=word) as error:
         Engine(target()).generate(prompts, **call)
     assert "\n" not in str(error.value)
@@ -146,7 +150,7 @@ def test_bad_requests_are_one_sentence(prompts: Any, call: dict[str, Any], word:
     {"model": None}, {"model": 5}, {"assistant_model": [1]}, {"tokenizer": 5},
     {"budget": "5"}, {"budget": 1.5}, {"draft_tree": (3, 2)}, {"lossy": 0.5}, {"bucket_size": "x"},
     {"shapes": True}, {"ignore_generation_config": ["num_beams"]}], ids=str)  # fmt: skip
-def test_options_of_other_types_are_one_sentence(wrong: dict[str, Any]) -> None:
+def test_options_of_wrong_types_are_reported_in_one_sentence(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=f"{next(iter(wrong))} was .*; it must be "):
         EngineConfig(**{"model": "demo", **wrong})
 
@@ -192,7 +196,7 @@ def test_the_counts_add_up(drafter: str, acceptance: str) -> None:
     assert 0 < longest < sum(engine.stats.seconds.values()), "wall time of two calls"
 
 
-def test_what_is_inside_a_part_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_timers_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it fails; time stands still unless it is told."""
     now, clock = [0.0], Clock()
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: now[0]))
@@ -207,7 +211,7 @@ def test_what_is_inside_a_part_is_counted_once(monkeypatch: pytest.MonkeyPatch) 
     assert clock.total == now[0] == 9.0
 
 
-def test_a_row_tells_nothing_of_what_its_neighbour_asked_for() -> None:
+def test_options_of_one_row_do_not_affect_others() -> None:
     alone = Sampling(logprobs=True, max_new_tokens=9)
     asked = [alone, replace(alone, top_logprobs=3, max_new_tokens=4)]
     engine = Engine(target())

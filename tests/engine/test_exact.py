@@ -31,7 +31,7 @@ def reference(ours: PreTrainedModel, text: list[int], new: int = NEW) -> list[in
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_that_of_transformers(family: str) -> None:
+def test_greedy_text_matches_transformers(family: str) -> None:
     """Eight at a time, by lookup, a chain, a tree, and a drafter that knows; alone."""
     asked = prompts(8, seed=1)
     wanted = [reference(model(family), text) for text in asked]

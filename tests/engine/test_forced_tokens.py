@@ -68,7 +68,7 @@ def test_the_text_is_the_same_in_fewer_rounds(drafter: str) -> None:
             assert texts(engine, asked, **want, sampling=made[1], batch_size=2) == plain, name
 
 
-def test_forced_tokens_cost_no_round() -> None:
+def test_forced_tokens_need_no_extra_round() -> None:
     asked, rounds = prompts(1), []
     for forces in (False, True):
         engine = Engine(target(), drafting.Oracle({}), budget=8)
@@ -91,7 +91,7 @@ def test_tokens_that_the_target_would_not_write_are_rejected() -> None:
         assert wrong == right
 
 
-def test_a_draft_goes_on_where_it_begins_with_what_is_forced() -> None:
+def test_drafts_that_start_with_forced_tokens_are_kept() -> None:
     frontier = drafting.frontier_of([[5, 6], [5, 6]], 6)
     paths = torch.tensor([[[6, 1, 2, 3], [6, 2, 9, 9]], [[6, 1, 2, 3], [6, 2, 9, 9]]])
     tree = TokenTree.from_paths(paths, 7)

@@ -29,7 +29,7 @@ def tensor_mib() -> float:
 
 
 @pytest.mark.parametrize(("dtype", "rounds"), [("float64", 2), ("bfloat16", 10)])
-def test_every_row_has_the_text_it_has_alone(dtype: str, rounds: int) -> None:
+def test_every_row_matches_its_solo_text(dtype: str, rounds: int) -> None:
     if dtype == "bfloat16" and kernels() is None:
         pytest.skip("without kernels bfloat16 is exact up to rounding only")
     names = ("portfolio", "draft tree", "medusa")
@@ -42,7 +42,7 @@ def test_every_row_has_the_text_it_has_alone(dtype: str, rounds: int) -> None:
     assert fuzzer.rows > rounds and tensor_mib() < before + KEPT_MIB
 
 
-def test_the_section_finds_a_difference_and_says_how_to_repeat_it(
+def test_differences_are_found_with_a_reproducer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fuzz, "EMBEDDED", {"portfolio": {}})

@@ -41,12 +41,12 @@ def test_a_file_writes_what_transformers_writes_with_its_weights(
         assert list(answer.tokens) == wanted[0, len(PROMPT):].tolist()
 
 
-def test_the_ends_of_a_file_end_a_text(tmp_path: Path) -> None:
+def test_end_tokens_of_a_file_end_the_text(tmp_path: Path) -> None:
     engine = load(written(tmp_path), dtype="float32")
     assert engine.stop_tokens == (2,)
 
 
-def test_what_a_native_model_cannot_do_is_done_by_transformers(tmp_path: Path) -> None:
+def test_unsupported_native_features_fall_back_to_transformers(tmp_path: Path) -> None:
     path = written(tmp_path)
     options: dict[str, Any]
     for options, native in (({"dtype": "float64"}, False), ({"quantize": "int8"}, True),

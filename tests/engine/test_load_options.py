@@ -28,7 +28,7 @@ def test_an_unknown_option_of_load_is_named(option: str, words: str) -> None:
         dp.load("demo", **options)
 
 
-def test_an_engine_says_what_it_is_and_which_call_was_wrong() -> None:
+def test_repr_describes_the_engine_and_unknown_options_name_the_call() -> None:
     engine = dp.load("demo", drafter="suffix")
     assert "demo" in repr(engine) and "drafter='suffix'" in repr(engine)
     assert "acceptance='match'" in repr(engine)

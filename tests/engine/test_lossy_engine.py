@@ -38,7 +38,7 @@ def test_the_decoder_does_not_write_the_targets_distribution(setup: str) -> None
 
 
 @pytest.mark.parametrize("setup", ["chain", "tree of 3", "lookup"])
-def test_the_statistics_tell_the_distance_of_what_is_written(setup: str) -> None:
+def test_statistics_report_the_distance_of_the_text(setup: str) -> None:
     case = case_of(Typical().rule, setup, limit=4)
     distribution: defaultdict[tuple[int, ...], float] = defaultdict(float)
     told, plans = 0.0, torch.full((1, DRAWS), -1)
@@ -105,7 +105,7 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     assert ours[3].logprobs and len(ours[3].logprobs) == 14 and max(ours[3].logprobs) <= 0
 
 
-def test_every_draft_token_that_stood_strayed_by_what_the_target_gave_others() -> None:
+def test_distance_of_accepted_tokens_is_one_minus_their_probability() -> None:
     """1 - p(x) at drafted tokens: at temperature 1 by the unprocessed model."""
     engine = Engine(target(), DRAFTERS["target itself"](target()), lossy=Typical(epsilon=1e-6))
     wanted = Sampling(temperature=1.0, seed=2, logprobs=True)
@@ -115,13 +115,20 @@ def test_every_draft_token_that_stood_strayed_by_what_the_target_gave_others() -
     assert done.stats.distance == pytest.approx(strayed_by, abs=1e-6)
 
 
+def test_an_engine_adds_up_the_distances_of_its_texts() -> None:
+    engine = Engine(target(), DRAFTERS["draft tree"](target()), lossy=True)
+    done = engine.generate(prompts(3), max_new_tokens=10, sampling=WARM)
+    told = sum(completion.stats.distance or 0.0 for completion in done)
+    assert engine.stats.distance == pytest.approx(told) and told > 0
+
+
 def test_the_same_request_gives_the_same_text() -> None:
     first, second = (texts(Engine(target(), DRAFTERS["draft tree"](target()), lossy=True),
                            prompts(3), max_new_tokens=10, sampling=WARM) for _ in range(2))
     assert first == second
 
 
-def test_lossy_is_asked_for_by_its_name() -> None:
+def test_lossy_acceptance_must_be_requested_explicitly() -> None:
     for wrong in ({"acceptance": "typical"}, {"acceptance": "rejection", "lossy": True}):
         with pytest.raises(BadInput, match="lossy=True"):
             Engine(target(), **wrong)

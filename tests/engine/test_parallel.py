@@ -131,7 +131,7 @@ def test_one_rank_writes_and_a_killed_one_ends_the_others(run: Run) -> None:
         os.kill(int(Path(run.folder, "pid0").read_text()), 0)
 
 
-def test_a_process_alone_agrees_with_itself() -> None:
+def test_single_process_groups_work() -> None:
     mine = torch.tensor([3, 1])
     assert ALONE.broadcast(mine)[0] is mine and ALONE.broadcast_int(4) == 4
     assert ALONE.from_rank_0(lambda: "x") == "x"
@@ -146,7 +146,7 @@ def test_a_process_alone_agrees_with_itself() -> None:
     ({"parallel": "tensor", "drafter": "self-layers:1"}, "no self-drafting"),
     ({"parallel": "deepspeed"}, "pip install deepspeed"),
 ])  # fmt: skip
-def test_a_mistaken_use_is_one_sentence(
+def test_incorrect_usage_is_reported_in_one_sentence(
     options: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftproof.model.parallel.find_spec", lambda name: None)

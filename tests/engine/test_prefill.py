@@ -27,7 +27,7 @@ class Roomy(Counted):
         return super().read(tree, cache, **options)
 
 
-def test_a_prompt_is_read_alike_however_long_the_others_are() -> None:
+def test_prompts_are_read_identically_next_to_any_others() -> None:
     """A row begins while another fills the cache nearly to the end."""
     batched = decoder(PromptLookup(), rows=2, budget=3, ours=Roomy(target()), capacity=64)
     admit(batched, [running(list(range(2, 10)), limit=50)])

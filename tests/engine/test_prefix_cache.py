@@ -90,7 +90,7 @@ def test_a_conversation_is_the_same_and_read_once(
     assert with_it.prefixes.hits >= 2 and with_it.prefixes.nbytes <= with_it.prefixes.limit
 
 
-def test_where_reads_differ_whole_chunks_of_prompts_alone_are_known(
+def test_only_whole_prompt_chunks_are_cached_where_reads_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A model without kernels of its own: the same reads are left out, none has another shape."""
@@ -109,7 +109,7 @@ def test_where_reads_differ_whole_chunks_of_prompts_alone_are_known(
 
 
 @pytest.mark.parametrize("kind", ["gated delta net", "convolutions", "Mamba", "keys as well"])
-def test_hybrids_go_on_from_states_at_borders_of_chunks(
+def test_hybrids_resume_from_states_at_chunk_borders(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Turns of a conversation, then a text that begins alike: the same text, less is read."""
@@ -161,7 +161,7 @@ def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
 
 @pytest.mark.needs_kernels
 @pytest.mark.parametrize("drafter", ["none", "suffix", "recycling"])
-def test_what_one_owner_wrote_changes_nothing_for_another(
+def test_owners_do_not_share_prefixes_or_drafts(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither what is read of a prompt, nor what is drafted; its own repetition is quick."""

@@ -67,7 +67,7 @@ def test_other_families_in_few_bits(family: str, weights: str | None, cache: str
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_target_in_few_bits_accepts_itself_whole(rule: str) -> None:
+def test_quantised_targets_accept_their_own_drafts(rule: str) -> None:
     """Draft and target read in other shapes and caches: in integers it makes no difference."""
     ours = quantised("int8", "int8")
     for sampling in (COLD, WARM):
@@ -119,7 +119,7 @@ def test_loading_quantises_and_says_what_it_cost() -> None:
     assert is_quantized(ours.model) and ours.position_bytes[0] < ours.position_bytes[1]
 
 
-def test_a_model_that_was_handed_in_is_never_changed() -> None:
+def test_models_passed_in_are_never_modified() -> None:
     ours = fresh("llama")
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     engine = load(ours, quantize="int8", drafter="self-layers:1", quantize_draft="int8")
@@ -136,7 +136,7 @@ def test_a_model_that_was_handed_in_is_never_changed() -> None:
     ({"drafter": "self-layers:x"}, "self-int8, self-int4, or self-layers:N"),
     ({"drafter": "self-int8", "quantize_draft": "int4"}, "leave one of them out")
 ])
-def test_what_does_not_fit_is_refused_in_a_sentence(inputs: dict[str, Any], words: str) -> None:
+def test_invalid_combinations_raise_a_clear_error(inputs: dict[str, Any], words: str) -> None:
     with pytest.raises(BadInput, match=words):
         load("demo", device="cpu", **inputs)
 

@@ -93,6 +93,59 @@ def test_lower_priorities_join_first_and_equals_in_their_order() -> None:
     assert all(request.finished for request in requests)
 
 
+def test_a_request_that_needs_many_rows_is_not_overtaken() -> None:
+    engine = new_engine()
+    scheduler = engine.scheduler = engine.new_scheduler(2, 64, interleave=True)
+    first, wide, narrow = (engine.add_request(PROMPTS[0], max_new_tokens=new, n=n)
+                           for new, n in ((NEW, 1), (2, 2), (2, 1)))
+    while not first.finished:
+        assert wide.status is narrow.status is Status.WAITING
+        scheduler.step()
+    updates = run(engine)
+    ended = [update.request for update in updates if update.finished]
+    assert ended == [wide, wide, narrow]
+
+
+def test_a_request_that_needs_a_larger_batch_is_not_overtaken() -> None:
+    engine = new_engine()
+    engine.scheduler = engine.new_scheduler(3, 64, interleave=True)
+    first, long, short = (engine.add_request(PROMPTS[0], max_new_tokens=new)
+                          for new in (NEW, 80, 2))
+    begun = list(dict.fromkeys(update.request.id for update in run(engine)))
+    assert begun == [first.id, long.id, short.id]
+
+
+def test_requests_of_different_lengths_run_side_by_side() -> None:
+    engine = new_engine()
+    requests = [*engine.read(PROMPTS[0], max_new_tokens=2),
+                *engine.read(PROMPTS[1], max_new_tokens=40)]
+    with engine.scheduled(requests) as scheduler:
+        for _ in requests:                                      # a prompt in each
+            scheduler.step()
+        assert [request.status for request in scheduler.running] == [Status.RUNNING] * 2
+
+
+@pytest.mark.parametrize("interleave", [False, True])
+def test_a_failed_step_forgets_the_prompt_that_was_being_read(interleave: bool) -> None:
+    engine = new_engine()
+    scheduler = engine.scheduler = engine.new_scheduler(2, 400, interleave=interleave)
+    long = engine.add_request(LONG, max_new_tokens=NEW)
+    scheduler.step()
+    assert long.status is Status.PREFILLING
+    scheduler.fail(RuntimeError("out of memory"))
+    later = engine.add_request(PROMPTS[2], max_new_tokens=NEW)
+    assert tokens_of(later, run(engine)) == expected(2)
+    assert long.finished and not long.sequences[0].tokens
+
+
+def test_seconds_of_updates_add_up_to_the_latency() -> None:
+    engine = new_engine()
+    request = engine.add_request(PROMPTS[0], max_new_tokens=NEW)
+    updates = [update for update in run(engine) if update.request is request]
+    assert len(updates) > 2 and updates[-1].latency > 0
+    assert sum(update.seconds for update in updates) == pytest.approx(updates[-1].latency)
+
+
 def waiting(engine: Engine) -> Request:
     return engine.add_request(LONG, max_new_tokens=NEW)
 
@@ -204,7 +257,7 @@ def test_no_more_rows_run_than_the_batch_has() -> None:
     assert [request.sequences[0].tokens for request in requests] == [*map(expected, range(6))]
 
 
-def test_callbacks_hear_what_step_returns() -> None:
+def test_callbacks_receive_the_updates_of_step() -> None:
     engine, heard = new_engine(), list[Update]()
     first = engine.add_request(PROMPTS[0], max_new_tokens=NEW, on_update=heard.append)
     engine.add_request(PROMPTS[1], max_new_tokens=NEW)
@@ -222,7 +275,7 @@ def broken(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler.decoder, "step", fail)
 
 
-def test_a_step_that_fails_ends_what_runs_and_leaves_what_waits(
+def test_a_failed_step_ends_running_requests_and_keeps_waiting_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, heard = new_engine(), list[Update]()
@@ -285,7 +338,7 @@ def test_several_threads_add_and_abort_while_one_steps() -> None:
     assert all(request.status is Status.ABORTED for request in aborted)
 
 
-def test_streams_of_asyncio_run_side_by_side() -> None:
+def test_async_streams_run_concurrently() -> None:
     engine = new_engine()
 
     async def text(index: int) -> list[int]:
@@ -299,7 +352,7 @@ def test_streams_of_asyncio_run_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_stream_of_asyncio_that_is_left_is_aborted(cancelled: bool) -> None:
+def test_leaving_an_async_stream_aborts_it(cancelled: bool) -> None:
     engine = new_engine("plain")
 
     async def leave() -> Request:
@@ -324,7 +377,7 @@ def test_a_stream_of_asyncio_that_is_left_is_aborted(cancelled: bool) -> None:
     assert len(request.sequences[0].tokens) < 200
 
 
-def test_a_stream_of_asyncio_raises_what_is_wrong_with_its_request() -> None:
+def test_async_streams_raise_request_errors() -> None:
     async def first() -> Update:
         return await anext(new_engine().astream([]))
 

@@ -28,7 +28,7 @@ def known(answer: list[int], limit: int, sampling: Sampling) -> Completion:
     return done
 
 
-def test_what_ends_a_text_inside_an_accepted_run_drops_the_rest() -> None:
+def test_tokens_after_an_accepted_end_are_dropped() -> None:
     """An end token, or the limit, wherever it falls in a round; at the limit it is a stop."""
     answer = texts(Engine(target()), [PROMPT], max_new_tokens=20, sampling=WARM)[0][0]
     for place in range(12):
@@ -140,7 +140,7 @@ def test_a_special_token_that_ends_nothing_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize("stop", ["g zzz", " dog zzz", "\ufffdzzz", "zzz", None])
-def test_what_was_held_comes_before_half_a_character_at_the_end(stop: str | None) -> None:
+def test_held_text_precedes_an_incomplete_final_character(stop: str | None) -> None:
     codec = Codec(load_tokenizer(embedded("demo")))
     tokens = [part for word in (" dog", "🐕") for part in codec.encode(word, special=False)][:-1]
     asked = SamplingParams(Sampling(stop=[stop] if stop else []), 1)

@@ -86,7 +86,7 @@ def test_a_model_gives_a_token_the_same_bits_alone_in_a_chain_and_in_a_tree() ->
     assert done.stdout.strip() == "equal", done.stderr
 
 
-def test_a_cpu_with_our_kernels_does_so_anyway_and_what_cannot_be_kept_is_refused() -> None:
+def test_exact_bits_are_native_on_cpu_and_refused_where_impossible() -> None:
     if kernels() is not None:
         assert dp.load("demo", exact_bits=True).generate("Once", max_new_tokens=2)
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -151,7 +151,7 @@ def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
     ("family", "window", "kv_cache"),
     [("llama", None, None), ("llama", None, "int8"), ("mistral sliding", 600, None)],
 )
-def test_where_a_span_of_the_text_ends_no_bit_changes(
+def test_attention_spans_do_not_change_bits(
     lead: int, family: str, window: int | None, kv_cache: str | None,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +202,7 @@ def test_a_text_that_fills_its_cache_has_the_same_bits(family: str) -> None:
     assert torch.equal(*read)
 
 
-def test_threads_do_not_change_a_bit() -> None:
+def test_results_are_bitwise_independent_of_threads() -> None:
     target, before = packed("llama"), torch.get_num_threads()
     results = []
     try:
@@ -250,7 +250,7 @@ def test_absent_nodes_are_not_read_and_change_no_bit(
     assert all(torch.equal(item, other) for item, other in zip(*read, strict=True))
 
 
-def test_what_the_kernels_cannot_read_is_read_without_them() -> None:
+def test_unsupported_layouts_fall_back_to_operators() -> None:
     narrow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"head_dim": 8}))
     sliding = transformers.MistralConfig(**SIZES, sliding_window=NODES)
     halves = (narrow, transformers.MistralForCausalLM(sliding))

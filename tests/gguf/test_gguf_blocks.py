@@ -33,7 +33,7 @@ def test_block_sizes_and_type_numbers_are_those_of_ggml() -> None:
 
 
 @pytest.mark.parametrize("type", sorted(set(BLOCK_SIZES) - set(PLAIN)))
-def test_blocks_stand_for_the_numbers_that_ggml_reads(
+def test_blocks_dequantise_as_in_ggml(
     type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftproof.gguf.blocks._CHUNK", 512)       # several chunks, one smaller

@@ -74,7 +74,7 @@ def test_rows_in_blocks_are_reordered_without_changing_them(tmp_path: Path) -> N
     assert (numbers_of(file, stored) - wanted).abs().max() < 0.01 * wanted.abs().max()
 
 
-def test_what_is_no_language_model_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_language_models_are_refused(tmp_path: Path) -> None:
     weight = {"x": np.ones(32)}
     for kind, architecture, words in (
         ("adapter", "llama", "a LoRA adapter"), ("imatrix", "llama", "an importance matrix"),

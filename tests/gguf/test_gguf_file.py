@@ -65,7 +65,7 @@ def test_a_value_of_another_type_is_named(tmp_path: Path) -> None:
         metadata.integer("llama.context_length")
 
 
-def test_what_is_written_to_a_tensor_does_not_reach_the_file(tmp_path: Path) -> None:
+def test_writing_to_a_tensor_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = sound(tmp_path / "model.gguf")
     before = path.read_bytes()
     GGUFFile.open(path).tensors["token_embd.weight"].data.zero_()
@@ -98,7 +98,7 @@ def test_the_parts_of_a_split_file_are_read_from_any_of_them(tmp_path: Path) -> 
         GGUFFile.open(parts[2])
 
 
-def test_a_cut_file_is_said_to_be_cut(tmp_path: Path) -> None:
+def test_truncated_files_are_reported_as_truncated(tmp_path: Path) -> None:
     whole = sound(tmp_path / "whole.gguf").read_bytes()[:-16]      # ends with 16 bytes of padding
     path = tmp_path / "cut.gguf"
     path.write_bytes(whole)
@@ -154,7 +154,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_file_ends_in_a_sentence(what: str, tmp_path: Path) -> None:
+def test_malicious_files_raise_a_clear_error(what: str, tmp_path: Path) -> None:
     data, reason = HOSTILE[what]
     path = tmp_path / "model.gguf"
     path.write_bytes(data)

@@ -51,7 +51,7 @@ def test_special_tokens_templates_and_ends(tmp_path: Path) -> None:
     assert read.tokenizer.decode(ids) == "a  b <think> c"
 
 
-def test_a_splitting_that_is_not_known_is_refused_with_a_remedy(tmp_path: Path) -> None:
+def test_unknown_pre_tokenizers_are_refused_with_a_remedy(tmp_path: Path) -> None:
     tokenizer = published("gpt-2")
     for pre in ("brand-new", ""):
         file = as_file(tokenizer, tmp_path / f"{pre}model.gguf", pre)
@@ -79,6 +79,15 @@ def test_answers_end_where_the_publishers_say(
     gguf_files.write(tmp_path / "model.gguf", {"x": np.ones(32)}, values)
     read = end_tokens(GGUFFile.open(tmp_path / "model.gguf"))
     assert sorted(tokens[token] for token in read) == sorted(ends)
+
+
+def test_an_answer_ends_at_every_token_that_the_file_names_as_an_end(tmp_path: Path) -> None:
+    roles = {f"tokenizer.ggml.{role}_token_id": number
+             for number, role in enumerate(("eos", "eot", "eom"))}
+    values = {"tokenizer.ggml.tokens": ["x", "y", "z", "a"], **roles,
+              "tokenizer.ggml.token_type": [1, 1, 1, 1]}  # fmt: skip
+    gguf_files.write(tmp_path / "model.gguf", {"x": np.ones(32)}, values)
+    assert sorted(end_tokens(GGUFFile.open(tmp_path / "model.gguf"))) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -158,6 +167,11 @@ def test_vocabularies_with_scores_merge_as_sentencepiece_does(
         kept.write_bytes(b"damaged")
     again = tokenizer_of(file, tmp_path / "cache").tokenizer
     assert again.encode("the cat").ids == read.encode("the cat").ids
+    for pairs in (np.zeros((3, 2)), np.zeros((3, 3), np.int32), np.full((3, 2), -1, np.int32),
+                  np.full((3, 2), len(tokens), np.int32)):
+        np.save(kept, pairs)                        # of another kind: derived again
+        again = tokenizer_of(file, tmp_path / "cache").tokenizer
+        assert again.encode("the cat").ids == read.encode("the cat").ids
 
 
 @pytest.mark.parametrize("name", ["qwen-coder-0.5b", "gemma-3-270m"])

@@ -43,7 +43,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_streamer_and_assistant_are_found_through_functions_of_the_users_own(name: str) -> None:
+def test_streamers_and_assistants_are_found_through_user_functions(name: str) -> None:
     mine, streams = fresh("llama"), [Steps(), Steps()]
     theirs = mine.generate(**batch(1), **GREEDY, streamer=streams[0])
     ours = mine.generate(
@@ -54,14 +54,14 @@ def test_streamer_and_assistant_are_found_through_functions_of_the_users_own(nam
     assert [engine.drafter.name for engine in mine._draftproof.values()] == ["draft-model"]
 
 
-def test_a_streamer_of_the_function_stands_before_that_of_the_call() -> None:
+def test_an_explicit_streamer_takes_precedence() -> None:
     module, streams = model(), [Steps(), Steps()]
     how = functools.partial(draftproof.generate, streamer=streams[0])
     module.generate(**batch(1), **GREEDY, streamer=streams[1], custom_generate=how)
     assert streams[0].heard[-1] == "end" and len(streams[1].heard) == 1      # the prompt alone
 
 
-def test_a_call_within_a_call_takes_nothing_of_the_outer_one() -> None:
+def test_nested_calls_do_not_inherit_arguments() -> None:
     """A processor that asks another model about each token."""
     outer, stream = model(), Steps()
     lengths = list[int]()

@@ -45,7 +45,7 @@ UNREACHED = ("stop_strings", "token_healing")
 """They need a tokenizer; see test_call.py."""
 
 
-def test_every_field_is_looked_at() -> None:
+def test_every_field_is_checked() -> None:
     assert {*HONOURED, *REFUSED, *UNREACHED} == {*GenerationConfig().to_dict()}
 
 
@@ -63,7 +63,7 @@ def one_choice(**asked: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", HONOURED)
-def test_a_field_does_what_it_does_in_transformers(name: str) -> None:
+def test_fields_behave_as_in_transformers(name: str) -> None:
     asked = {name: HONOURED[name]}
     theirs, ours = both(model(), IDS, **{**one_choice(**asked), **asked})
     if torch.is_tensor(theirs):
@@ -77,7 +77,7 @@ def test_a_field_does_what_it_does_in_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_field_that_would_change_the_text_is_refused(name: str) -> None:
+def test_fields_that_would_change_the_text_are_refused(name: str) -> None:
     asked = {name: REFUSED[name]}
     if name.startswith("output"):
         asked["return_dict_in_generate"] = True

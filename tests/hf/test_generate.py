@@ -12,7 +12,11 @@ import torch
 from tiny import FAMILIES, VOCAB, fresh, model, prompts
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
-from transformers.generation import StoppingCriteriaList, TextIteratorStreamer
+from transformers.generation import (
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import draftproof
@@ -41,7 +45,7 @@ def both(mine: Any, inputs: dict[str, Tensor], **asked: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+def test_greedy_tokens_match_transformers(family: str) -> None:
     """Of each row alone: transformers' Gemma 2 writes another text where padding fills a window."""
     module, inputs = model(family), batch(4)
     theirs, ours = both(module, inputs)
@@ -113,6 +117,32 @@ def test_processors_of_the_caller_are_asked_row_by_row(asked: dict[str, Any]) ->
     assert not torch.equal(theirs, both(model(), batch(4))[0]), "nothing was asked for"
 
 
+def test_scores_and_logits_equal_those_of_transformers() -> None:
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+             "logits_processor": LogitsProcessorList([Forbid()])}
+    theirs, ours = both(model(), batch(2), **asked)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(torch.stack(ours[name]), torch.stack(theirs[name]))
+
+
+def test_the_shortest_of_several_length_limits_applies() -> None:
+    inputs = batch(2)
+    lengths = [inputs["input_ids"].shape[1] + more for more in (5, 9)]
+    limits = StoppingCriteriaList([MaxLengthCriteria(length) for length in lengths])
+    theirs, ours = both(model(), inputs, stopping_criteria=limits)
+    assert torch.equal(theirs, ours) and ours.shape[1] == lengths[0]
+
+
+def test_each_number_of_draft_tokens_and_acceptance_rule_has_its_own_engine() -> None:
+    module, ids = fresh("llama"), torch.tensor([[5, 6, 7]])
+    for more in ({"num_assistant_tokens": 2}, {"num_assistant_tokens": 3},
+                 {"num_assistant_tokens": 3, "acceptance": "block"}):
+        module.generate(ids, **GREEDY, **OURS, drafter="prompt-lookup", **more)
+    engines = module.__dict__["_draftproof"].values()
+    assert [(engine.budget.max_draft_tokens, engine.acceptance) for engine in engines] == [
+        (2, "match"), (3, "match"), (3, "block")]
+
+
 class AllSaid:
     """Keeps state, as lm-eval's, which says "all have been done once"."""
 
@@ -146,7 +176,7 @@ class Steps(BaseStreamer):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("ends", [None, [5, 38]])
 @pytest.mark.parametrize("kind", [AllSaid, ByRow])
-def test_criteria_and_streamers_hear_what_they_hear_from_transformers(
+def test_criteria_and_streamers_are_called_as_by_transformers(
     rows: int, ends: list[int] | None, kind: type[AllSaid]
 ) -> None:
     """Once per token, about all rows: transformers asks an assisted model once a round."""
@@ -200,7 +230,7 @@ def test_samples_follow_the_seed_of_torch_and_no_drafter() -> None:
     ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention mask"),
     ({"position_ids": torch.tensor([[5, 6, 7]])}, "position_ids"),
 ])  # fmt: skip
-def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], word: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(asked: dict[str, Any], word: str) -> None:
     how = {"input_ids": torch.tensor([[1, 2, 3]]), **GREEDY, **asked}
     with pytest.raises(BadInput, match=word):
         model().generate(**how, **OURS)

@@ -69,7 +69,7 @@ def test_a_model_that_accelerate_unwrapped_is_run() -> None:
     assert load(bare).generate([PROMPT], max_new_tokens=12)[0].tokens == wanted
 
 
-def test_autocast_that_changes_nothing_is_let_be() -> None:
+def test_autocast_without_effect_is_accepted() -> None:
     with autocast():
         load(fresh("llama"))                                    # float64
         load(fresh("llama").bfloat16())

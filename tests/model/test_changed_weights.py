@@ -55,7 +55,7 @@ def patch(ours: Any) -> None:
 
 @pytest.mark.parametrize("change", [step, norms, data, assign, hook, patch])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_next_text_is_of_the_weights_as_they_are(
+def test_changed_weights_take_effect_in_the_next_text(
     family: str, change: Callable[[Any], None]
 ) -> None:
     model = fresh(family).float()

@@ -68,7 +68,7 @@ def gaudi(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_a_gaudi_is_asked_by_its_own_names(
+def test_gaudi_devices_use_their_own_module(
     gaudi: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = Device.from_name("hpu")
@@ -101,7 +101,7 @@ def test_a_bridge_that_does_not_load_is_named(
         Device.from_name("hpu")
 
 
-def test_the_cpu_answers_every_verb() -> None:
+def test_the_cpu_supports_every_device_operation() -> None:
     assert Device.from_name("cpu") == CPU and not CPU.compiles and not CPU.captures
     assert CPU.widest == torch.float64
     CPU.flush()

@@ -98,7 +98,7 @@ def texts(engine: Engine, asked: Any, want: Sampling, rows: int) -> list[list[in
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_the_models_own_with_any_draft(kind: str) -> None:
+def test_text_is_independent_of_the_draft(kind: str) -> None:
     """Alone and in ragged batches, in chains and trees."""
     model = made(kind)
     asked, draft = prompts(model), near(model)
@@ -183,7 +183,7 @@ def test_rows_come_and_go_with_their_sources() -> None:
         assert [completion.tokens for completion in done] == alone
 
 
-def test_a_source_is_searched_for_what_to_draft() -> None:
+def test_lookup_drafters_search_the_source() -> None:
     """A decoder that copies what it was asked: of the source, what follows is accepted."""
     model = made("T5")
     text = load(model, drafter="none").generate(prompts(model)[0], max_new_tokens=NEW)[0].tokens
@@ -200,7 +200,7 @@ def test_a_source_is_searched_for_what_to_draft() -> None:
     assert done.tokens == text and done.stats.tokens_per_round > 2.5
 
 
-def test_the_check_at_load_finds_what_is_not_read_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_check_detects_wrong_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder to which nobody can say what is not there, or where its nodes are."""
     for owner, name, wrong in (
         (SourceCache, "source_mask", lambda cache: None),
@@ -221,7 +221,7 @@ def test_a_decoder_may_draft_and_the_other_way_is_refused() -> None:
         load(small, assistant_model=model)
 
 
-def test_what_cannot_be_is_refused_in_a_sentence() -> None:
+def test_unsupported_requests_raise_a_clear_error() -> None:
     model = made("Bart")
     engine, closed = load(model), ShapePolicy(closed=True)
     features = {"input_features": torch.zeros(1, 8, 20)}

@@ -37,6 +37,7 @@ def _rules(base: list[int]) -> dict[str, dict[str, Any]]:
         "suppress at the beginning": {"begin_suppress_tokens": [first]},
         "end tokens are not banned": {"bad_words_ids": [[third], [first, 8]],
                                       "eos_token_id": third},
+        "no end token is banned": {"bad_words_ids": [[third]], "eos_token_id": [END, third]},
         "forced first token": {"forced_bos_token_id": 7},
         "forced end": {"forced_eos_token_id": [7, 8]},
         "min_length": {"min_length": 12, "eos_token_id": third},
@@ -54,7 +55,7 @@ CASES = tuple(_rules(list(range(9))))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_greedy_text_is_that_of_generate(name: str, model: PreTrainedModel) -> None:
+def test_greedy_text_equals_generate(name: str, model: PreTrainedModel) -> None:
     prompt = PROMPT[:1] if name == "forced first token" else PROMPT
     base = _written(model, prompt, max_new_tokens=NEW)
     assert len(set(base[:9])) > 4
@@ -96,7 +97,7 @@ def test_every_field_of_transformers_is_understood_or_refused(model: PreTrainedM
                 load(model, drafter="none").generate([PROMPT])
 
 
-def test_neutral_values_ask_for_nothing(model: PreTrainedModel) -> None:
+def test_neutral_values_are_ignored(model: PreTrainedModel) -> None:
     """And a sampling of one's own goes before all of them."""
     late = GenerationConfig._get_default_generation_params()
     model.generation_config = GenerationConfig(**{**late, "max_length": None})
@@ -113,7 +114,7 @@ def test_a_rule_that_cannot_be_used_is_one_sentence(model: PreTrainedModel) -> N
             load(model, drafter="none").generate([PROMPT])
 
 
-def test_what_is_refused_can_be_left_out_by_name(model: PreTrainedModel) -> None:
+def test_refused_options_can_be_excluded_by_name(model: PreTrainedModel) -> None:
     """And the rest still holds."""
     asked: dict[str, Any] = {"max_new_tokens": NEW, "repetition_penalty": 1.3}
     wanted = _written(model, PROMPT, **asked)

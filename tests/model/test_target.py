@@ -156,7 +156,7 @@ LONG = {**BASE, "rope_type": "longrope", "original_max_position_embeddings": 32,
     ("llama", LONG, 32),
     ("gemma3", {"full_attention": LONG, "sliding_attention": {**BASE, "rope_type": "linear"}}, 32),
 ])  # fmt: skip
-def test_a_context_beyond_which_positions_are_rescaled_is_told(
+def test_rescaled_positions_limit_the_context(
     family: str, rope: dict[str, Any], context: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = Target(fresh(family, max_position_embeddings=64, rope_parameters=rope))
@@ -168,7 +168,7 @@ def test_llama_4_ends_before_its_queries_are_scaled() -> None:
     assert context_of(config) == 31
 
 
-def test_what_cannot_be_read_exactly_is_refused() -> None:
+def test_models_that_cannot_be_read_exactly_are_refused() -> None:
     """GPT-Neo, whose local attention is by slots."""
     sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 4,
              "attention_types": [[["global", "local"], 1]], "initializer_range": 0.4}
@@ -196,7 +196,7 @@ def test_a_model_that_reads_only_chains_exactly_says_so(dtype: torch.dtype, spre
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_is_not_taken_for_a_mistake(family: str, dtype: torch.dtype) -> None:
+def test_rounding_is_not_reported_as_an_error(family: str, dtype: torch.dtype) -> None:
     ours = fresh(family).to(dtype)
     if dtype == torch.float32:
         ours.set_attn_implementation("eager")
@@ -211,7 +211,7 @@ def test_a_broken_model_is_named(value: float) -> None:
         Target(ours)
 
 
-def test_the_self_test_sees_a_small_wrong() -> None:
+def test_the_self_test_detects_small_errors() -> None:
     """A model whose positions, mask or cache are off by a little in float64 is not exact."""
 
     class Off(type(model("llama"))):  # type: ignore[misc]
@@ -231,7 +231,7 @@ def test_the_self_test_sees_a_small_wrong() -> None:
     ("cohere", {"logit_scale": 1.0}), ("granite", {"logits_scaling": 1.0}),
     ("gemma2", {"final_logit_softcapping": None}),
 ])  # fmt: skip
-def test_unembedding_says_what_the_model_says(name: str, off: dict[str, float | None]) -> None:
+def test_unembedding_matches_the_model(name: str, off: dict[str, float | None]) -> None:
     """Scaled, divided or capped as the family does; and the family really does it."""
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
     model = fresh(name, **({"final_logit_softcapping": 2.0} if name == "gemma2" else {}))

@@ -79,7 +79,7 @@ def test_two_processes_may_compile_at_once_and_the_next_finds_what_they_made(cac
     assert module._library_file(build).stat().st_mtime_ns == made.st_mtime_ns
 
 
-def test_what_a_wheel_brought_needs_no_compiler(
+def test_prebuilt_libraries_in_a_wheel_need_no_compiler(
     cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "HERE", cached.parent / "native")
@@ -126,7 +126,7 @@ def test_a_cache_folder_that_others_may_write_to_is_closed(cached: Path) -> None
 
 
 @needs_compiler
-def test_what_is_compiled_is_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_libraries_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SOURCES", [module.HERE / "noise.c"])           # the shortest
     target = tmp_path / "library.so"
     module.compile_to(target, able()[-1], compiler() or [])
@@ -189,7 +189,7 @@ def test_all_works_without_a_compiler(tmp_path: Path) -> None:
     assert "slower" in note and "there is no C compiler; install gcc" in note
 
 
-def test_kernels_that_were_switched_off_are_not_missed(
+def test_disabled_kernels_cause_no_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("DRAFTPROOF_KERNELS", "0")

@@ -52,7 +52,7 @@ def test_another_dtype_is_refused(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["tokens", "parents", "picks", "path", "found"])
 @pytest.mark.parametrize("kind", ["one row less", "empty", "meta", "sparse", "null", "a number"])
-def test_what_is_no_such_memory_is_refused(name: str, kind: str) -> None:
+def test_invalid_tensors_are_refused(name: str, kind: str) -> None:
     good: Tensor = accepting()[name]
     wrong: dict[str, Any] = {
         "one row less": good[1:], "empty": good[:0], "meta": good.to("meta"),
@@ -62,7 +62,7 @@ def test_what_is_no_such_memory_is_refused(name: str, kind: str) -> None:
         call("accept", *accepting(**{name: wrong[kind]}).values())
 
 
-def test_what_is_read_may_have_gaps_and_what_is_written_may_not() -> None:
+def test_inputs_may_be_strided_and_outputs_may_not() -> None:
     gaps = torch.zeros(4, 3, dtype=torch.int64).T
     plain, spread = accepting(), accepting(tokens=gaps, picks=(gaps + 5))
     call("accept", *plain.values())
@@ -108,7 +108,7 @@ def test_a_call_has_all_its_arguments() -> None:
             call("accept", *values)
 
 
-def test_numbers_are_numbers() -> None:
+def test_numeric_arguments_are_checked() -> None:
     with pytest.raises(BadInput, match="rows of the C kernel accept: a number was wanted"):
         call("accept", *accepting(rows=torch.tensor(3)).values())
 
@@ -121,7 +121,7 @@ def test_every_tensor_that_python_passes_has_its_size_declared() -> None:
     assert defined - set(functions()) == inner | {"usable"} & defined
 
 
-def test_structures_take_no_bare_addresses() -> None:
+def test_structures_reject_raw_addresses() -> None:
     numbers, positions = torch.zeros(2, 9, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     for wrong in (numbers.data_ptr(), None):
         with pytest.raises(BadInput, match="tokens of the C kernel Texts: int64_t was wanted"):
@@ -132,7 +132,7 @@ def test_structures_take_no_bare_addresses() -> None:
              positions[:, None], 1)
 
 
-def test_noise_reaches_as_far_as_its_places() -> None:
+def test_noise_buffers_must_cover_their_positions() -> None:
     logits = torch.zeros(2, 16, dtype=torch.bfloat16)
     temperatures = torch.ones(2, dtype=torch.float32)
     noise, tokens = torch.zeros(3, 16, dtype=torch.float32), torch.zeros(2, dtype=torch.int64)
@@ -155,7 +155,7 @@ def test_noise_reaches_as_far_as_its_places() -> None:
     (torch.zeros(32, 32, dtype=torch.bfloat16), None, torch.zeros(32)),
     (torch.zeros(32, 64, dtype=torch.uint8), torch.zeros(31), None),
 ])  # fmt: skip
-def test_layers_have_the_weights_that_they_say(
+def test_layer_sizes_are_checked(
     weights: Tensor, scales: Tensor | None, bias: Tensor | None
 ) -> None:
     with pytest.raises(BadInput):
@@ -164,7 +164,7 @@ def test_layers_have_the_weights_that_they_say(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_blocks_are_as_many_as_a_layer_says(format: str) -> None:
+def test_block_counts_are_checked(format: str) -> None:
     """The sizes of blocks are those of the files, and packing checks both ends."""
     size = BLOCK_SIZES[format]
     records = torch.zeros(2, 1, STRIP * size.nbytes, dtype=torch.uint8)
@@ -183,7 +183,7 @@ def test_blocks_are_as_many_as_a_layer_says(format: str) -> None:
             wrong()
 
 
-def test_a_quantised_matrix_has_room() -> None:
+def test_quantised_output_sizes_are_checked() -> None:
     weights = torch.zeros(3, 256, dtype=torch.float32)
     for number, format in enumerate(QUANTIZED):
         size = 256 // BLOCK_SIZES[format].weights * BLOCK_SIZES[format].nbytes
@@ -192,7 +192,7 @@ def test_a_quantised_matrix_has_room() -> None:
             call("quantize", number, weights, 3, 256, torch.zeros(3, size - 1, dtype=torch.uint8))
 
 
-def test_stores_of_one_cache_are_alike() -> None:
+def test_cache_stores_must_have_equal_shapes() -> None:
     assert library is not None
     store = torch.zeros(2, 3, 8, 4, dtype=torch.bfloat16)
     Stores([store, store.clone()], library)

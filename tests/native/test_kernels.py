@@ -13,7 +13,7 @@ from draftproof.native.structures import interleaved, unpack
 
 @pytest.mark.parametrize(("dtype", "fold"), [(torch.bfloat16, 2), (torch.int8, 4)])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 16), (33, 50), (288, 768)])
-def test_what_is_interleaved_can_be_had_back(
+def test_interleaving_is_reversible(
     outputs: int, inputs: int, dtype: torch.dtype, fold: int
 ) -> None:
     weight = (100 * torch.rand(outputs, inputs)).to(dtype)

@@ -24,7 +24,7 @@ TORCH = {
 
 
 @pytest.mark.parametrize("level", list(TORCH))
-def test_all_is_right_on_a_lower_level(level: str) -> None:
+def test_kernels_agree_on_lower_instruction_sets(level: str) -> None:
     levels = [build.partition("-")[0] for build in able()]
     if ISA in os.environ or level not in levels[1:] or levels[0] == level:
         pytest.skip("not a lower level of this processor, or held to one already")

@@ -67,7 +67,7 @@ def test_products_are_those_of_the_blocks_whatever_is_read_next_to(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_the_values_of_rows_are_the_files(library: Kernels, format: str) -> None:
+def test_row_values_equal_the_file(library: Kernels, format: str) -> None:
     for outputs, size in sizes(format):
         tensor = random_blocks(format, outputs, size, seed=1)
         records = pack_blocks(tensor, library)
@@ -95,7 +95,7 @@ def test_parts_of_different_formats_are_one_layer(library: Kernels) -> None:
         assert torch.equal(library.multiply(joint, inputs), alone)
 
 
-def test_activations_that_are_no_numbers_spoil_their_row_alone(library: Kernels) -> None:
+def test_nan_activations_affect_their_row_only(library: Kernels) -> None:
     tensor = random_blocks("Q4_K", 64, 512)
     records = pack_blocks(tensor, library)
     layer = block_linear("Q4_K", records, None, 512, 64)

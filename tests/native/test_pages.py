@@ -60,7 +60,7 @@ def test_numbers_move_to_large_pages_later(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_pages_that_somebody_reads_are_given_back_if_they_lie_in_a_file(
+def test_file_backed_pages_in_use_are_released(
     is_file: bool, tmp_path: Path
 ) -> None:
     numbers = torch.rand(1 << 20)
@@ -73,7 +73,7 @@ def test_pages_that_somebody_reads_are_given_back_if_they_lie_in_a_file(
     assert torch.equal(held, numbers)
 
 
-def test_pages_that_nobody_reads_are_given_back() -> None:
+def test_unused_pages_are_released() -> None:
     numbers = torch.ones(1 << 22)
     release(numbers)
     assert not numbers[1 << 21 : 1 << 21 | 1024].any()

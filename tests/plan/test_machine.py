@@ -53,7 +53,7 @@ def test_packed_layers_count_as_the_layers_they_were() -> None:
     assert after.parameters == before.parameters and before.bytes <= after.bytes < 2 * before.bytes
 
 
-def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_machines_round_trip_through_json(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text(json.dumps({"machine": asdict(HERE)}))
     assert read_machine(str(file), "model", BIG, {}) == HERE
@@ -67,7 +67,7 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
     ('{"bandwidth": 1}', "compute"),
     (json.dumps(asdict(HERE) | {"model": "other"}), "was timed with other"),
 ])  # fmt: skip
-def test_what_is_no_machine_is_refused(text: str | None, output: str, tmp_path: Path) -> None:
+def test_invalid_machine_files_are_refused(text: str | None, output: str, tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     if text is not None:
         file.write_text(text)

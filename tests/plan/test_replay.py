@@ -69,7 +69,7 @@ def texts_of(temperature: float, ends: tuple[int, ...], layers: tuple[int, ...] 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize(("temperature", "rows"), [(0.0, 3), (1.0, 1), (1.0, 3)])
-def test_a_replay_takes_the_rounds_that_the_engine_takes(
+def test_replays_take_as_many_rounds_as_the_engine(
     name: str, temperature: float, rows: int
 ) -> None:
     ends, drafter = (3, 7), DRAFTERS[name]()
@@ -95,7 +95,7 @@ def test_a_replay_takes_the_rounds_that_the_engine_takes(
         assert rows > 1 or seconds > sum(rounds) - 1e-6
 
 
-def test_what_the_target_said_is_known_after_accepted_nodes_alone() -> None:
+def test_replayed_successors_are_known_only_after_accepted_nodes() -> None:
     """Of a tree 5 - (6 - 9), 7 the text has 5, 6; another text, which comes later, has 7."""
     known = [(torch.tensor([[10 * number + place] for place in range(4)]),) * 2
              for number in (1, 2)]  # fmt: skip
@@ -111,7 +111,7 @@ def test_what_the_target_said_is_known_after_accepted_nodes_alone() -> None:
     assert seen.tokens[0, [0, 1], 0].tolist() == [11, 12]
 
 
-def test_seconds_are_those_of_reading_drafting_and_what_is_next_to() -> None:
+def test_replayed_seconds_include_reading_drafting_and_overhead() -> None:
     """Where a read token takes a second, texts take their tokens, whenever prompts are read; what a
     drafter without weights costs in addition is counted in every round that may draft."""
     texts, engine, played = texts_of(0.0, ()), Engine(target()), Portfolio([TokenRecycling()])

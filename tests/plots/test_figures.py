@@ -103,7 +103,7 @@ def test_the_name_decides_theme_and_format(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".part*"))
 
 
-def test_what_cannot_be_drawn_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_plot_files_are_refused_up_front(monkeypatch: pytest.MonkeyPatch) -> None:
     check_plot_file(None)
     with pytest.raises(BadInput, match=r"\.png, \.svg, \.pdf"):
         check_plot_file(Path("speed.gif"))

@@ -35,7 +35,7 @@ def engine() -> dp.Engine:
     ({"stop_tokens": [7], "stop_token_ids": [5]}, {5, 7}, False),
     ({"stop_tokens": [7], "ignore_eos": True}, {7}, False),
 ])  # fmt: skip
-def test_where_texts_end_in_the_words_of_vllm(
+def test_stop_options_have_vllm_semantics(
     engine: dp.Engine, row: dict[str, Any], others: set[int], flag: bool
 ) -> None:
     """stop_token_ids add to the model's own end tokens; ignore_eos drops the model's own alone."""
@@ -43,7 +43,7 @@ def test_where_texts_end_in_the_words_of_vllm(
     assert set(ends) == others | (set(engine.stop_tokens) if flag else set())
 
 
-def test_values_that_mean_off_elsewhere_are_off_here() -> None:
+def test_neutral_values_of_other_engines_are_accepted() -> None:
     """Rows made from dumps of vLLM's SamplingParams."""
     row = {"top_k": -1, "max_tokens": -1, "min_p": 0, "top_p": 1, "seed": -1, "stop": [],
            "stop_token_ids": [], "skip_special_tokens": True, "detokenize": True, "n": 1,
@@ -58,7 +58,7 @@ def test_values_that_mean_off_elsewhere_are_off_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_nothing_here_does_is_refused(name: str) -> None:
+def test_unsupported_options_are_refused(name: str) -> None:
     """In a file and in a request; the values that ask for nothing pass."""
     strange: Any = next(item for item in (7, True, "7") if not is_neutral(name, item))
     for row in ({name: strange}, {"sampling_params": {name: strange}}):
@@ -76,7 +76,7 @@ def test_what_nothing_here_does_is_refused(name: str) -> None:
     ("skip_special_tokens", False), ("add_generation_prompt", False), ("echo", 0), ("best_of", 0),
     ("truncate_prompt_tokens", 0), ("best_of", True), ("mirostat", True),
 ])  # fmt: skip
-def test_zero_is_not_false_and_false_may_ask_for_something(name: str, value: Any) -> None:
+def test_zero_and_false_are_distinguished(name: str, value: Any) -> None:
     with pytest.raises(BadInput, match=name):
         sampling(**{name: value})
 

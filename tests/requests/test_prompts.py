@@ -39,7 +39,7 @@ def test_one_prompt_in_any_form(name: str) -> None:
     assert texts(engine, ONE[name](), max_new_tokens=5) == texts(engine, [IDS], max_new_tokens=5)
 
 
-def test_left_padding_is_no_text() -> None:
+def test_left_padding_is_not_treated_as_text() -> None:
     engine = Engine(target())
     wanted = texts(engine, [IDS, OTHER], max_new_tokens=5)
     for kind in (None, "pt", "np"):
@@ -56,7 +56,7 @@ def test_left_padding_is_no_text() -> None:
      {"input_ids": [1, 2], "attention_mask": [1]}, [[]], torch.tensor(7)],
     ids=lambda wrong: f"{type(wrong).__name__}"
 )  # fmt: skip
-def test_anything_else_is_one_sentence(wrong: Any) -> None:
+def test_invalid_prompts_are_reported_in_one_sentence(wrong: Any) -> None:
     with pytest.raises(BadInput) as error:
         Engine(target()).generate(wrong, max_new_tokens=5)
     assert "\n" not in str(error.value)

@@ -12,7 +12,7 @@ from draftproof.requests.stop_strings import StopStrings
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_answers_are_those_of_a_plain_search(seed: int) -> None:
+def test_results_match_a_plain_search(seed: int) -> None:
     random = Random(seed)
 
     def word(longest: int) -> str:

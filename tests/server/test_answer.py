@@ -27,7 +27,7 @@ def progress(tokens: list[int], others: list[int]) -> Update:
     return Update(Request([]), 0, [], tokens, [-0.1] * len(tokens), likely, None, None)
 
 
-def test_bytes_join_to_the_text(server: Any) -> None:
+def test_token_bytes_join_to_the_text(server: Any) -> None:
     tokens = server.engine.codec.encode(TEXT, special=False)
     told = answer(server, "Once", chat=True)._scores(progress(tokens, tokens))["content"]
     assert b"".join(bytes(place["bytes"]) for place in told) == TEXT.encode()
@@ -51,7 +51,7 @@ def test_offsets_are_places_in_the_text_however_it_is_cut(server: Any, size: int
     assert all(offset <= other for offset, other in pairwise(shown)) and shown[-1] == len(TEXT) - 1
 
 
-def test_no_two_tokens_have_one_name(server: Any) -> None:
+def test_top_logprobs_have_distinct_token_names(server: Any) -> None:
     """Each place names as many tokens as were asked for, parts of characters too."""
     tokens = server.engine.codec.encode("🦜🦊東", special=False)
     told = answer(server, "Once")._scores(progress(tokens[:-1], tokens[1:]))["top_logprobs"]

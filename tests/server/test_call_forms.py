@@ -83,7 +83,7 @@ def read(form: Form, written: str, step: int = 0, tools: Any = TOOLS) -> tuple[s
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_a_template_writes_is_read_back(name: str, count: int) -> None:
+def test_tool_calls_written_by_a_template_are_parsed(name: str, count: int) -> None:
     tokenizer = codec(FORMS[name])
     chat = Chat(messages=[{"role": "user", "content": "x"}], tools=TOOLS)
     _, form = offered(chat, tokenizer)
@@ -106,7 +106,7 @@ def test_what_a_template_writes_is_read_back(name: str, count: int) -> None:
     template("<call>{{ f.name }};{{ f.arguments | length }}</call>"),
     template("{{ f.name }}"), template("{{ f.nothing.at_all }}"), "{{ messages }}",
 ])  # fmt: skip
-def test_what_cannot_be_read_back_is_refused(text: str) -> None:
+def test_templates_with_unparsable_tool_calls_are_refused(text: str) -> None:
     with pytest.raises(BadInput, match="chat template"):
         offered(Chat(messages=[], tools=TOOLS), codec(text))
 

@@ -109,7 +109,7 @@ def test_neither_tokenizers_nor_grammars_are_kept_without_limit(grammars: Gramma
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 @pytest.mark.parametrize("acceptance", ["match", "block"])
 @pytest.mark.parametrize("drafter", [{"assistant_model": "demo-draft"}, {"drafter": "demo-medusa"}])
-def test_the_same_text_with_and_without_drafting(
+def test_text_is_the_same_with_and_without_drafting(
     grammars: Grammars, drafter: Any, acceptance: str, temperature: float
 ) -> None:
     engine = dp.load("demo", budget=5, acceptance=acceptance, **drafter)

@@ -38,7 +38,7 @@ def client(lifecycle: Lifecycle | None = None, **access: Any) -> TestClient:
     ({"Authorization": "BEARER  first"}, 200), ({"X-Api-Key": "first"}, 200),
     ({"Authorization": "Bearer schlüssel".encode()}, 200),
 ])  # fmt: skip
-def test_a_key_opens_everything_but_the_page_and_health(sent: Any, status: int) -> None:
+def test_every_route_but_the_page_and_health_needs_a_key(sent: Any, status: int) -> None:
     asked = client(keys=["first", "schlüssel"])
     for path in ("/v1/completions", "/metrics"):
         answer = asked.get(path, headers=sent)
@@ -53,7 +53,7 @@ def test_a_key_opens_everything_but_the_page_and_health(sent: Any, status: int) 
     ("box.example", 200), ("evil.example:8000", 403), ("127.0.0.1.evil.example", 403),
     ("", 403), ("[", 403), ("localhost@evil.example", 403),
 ])  # fmt: skip
-def test_a_name_that_is_not_this_machines_is_refused(host: str, status: int) -> None:
+def test_foreign_host_headers_are_refused(host: str, status: int) -> None:
     """A page whose own name resolves to 127.0.0.1 (DNS rebinding) sends that name."""
     asked = client(hosts=["127.0.0.1", "box.example"])
     assert asked.get("/", headers={"Host": host}).status_code == status
@@ -66,7 +66,7 @@ def test_a_name_that_is_not_this_machines_is_refused(host: str, status: int) -> 
     ("http://localhost.evil.example", 403), ("http://localhost:3000.evil.example", 403),
     ("https://chat.example.evil.example", 403),
 ])  # fmt: skip
-def test_a_page_of_a_stranger_changes_nothing(origin: str | None, status: int) -> None:
+def test_cross_origin_requests_are_refused(origin: str | None, status: int) -> None:
     asked = client(origins=["https://chat.example"])
     headers = {"Origin": origin} if origin else {}
     assert asked.post("/v1/completions", content=b"{}", headers=headers).status_code == status
@@ -76,7 +76,7 @@ def test_a_page_of_a_stranger_changes_nothing(origin: str | None, status: int) -
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_is_read_up_to_its_limit(chunked: bool) -> None:
+def test_request_bodies_have_a_size_limit(chunked: bool) -> None:
     asked = client()
     for size, status in ((0, 200), (70_000, 200), (LARGEST_BODY, 200), (LARGEST_BODY + 1, 413)):
         body = b" " * size
@@ -87,12 +87,12 @@ def test_a_body_is_read_up_to_its_limit(chunked: bool) -> None:
     assert "8,388,608" in answer.json()["error"]["message"]
 
 
-def test_headers_have_a_limit() -> None:
+def test_request_headers_have_a_size_limit() -> None:
     answer = client().get("/", headers={"X-Long": "a" * 70_000})
     assert answer.status_code == 431 and "65,536" in answer.json()["error"]["message"]
 
 
-def test_a_server_that_drains_says_so_and_takes_nothing() -> None:
+def test_a_draining_server_reports_it_and_rejects_requests() -> None:
     lifecycle = Lifecycle()
     asked = client(lifecycle)
     assert asked.post("/v1/completions", content=b"").status_code == 200
@@ -115,7 +115,7 @@ def test_the_access_log_has_a_line_for_each_request(caplog: pytest.LogCaptureFix
     assert all(line.endswith(" ms") for line in lines)
 
 
-def test_a_key_may_run_so_many_requests_at_a_time() -> None:
+def test_concurrent_requests_are_limited_per_key() -> None:
     app, lifecycle, entered = FastAPI(), Lifecycle(), asyncio.Event()
 
     async def wait(request: Request) -> None:
@@ -148,7 +148,7 @@ def test_a_key_may_run_so_many_requests_at_a_time() -> None:
     asyncio.run(run())
 
 
-def test_a_request_that_fails_no_longer_counts() -> None:
+def test_failed_requests_release_their_slot() -> None:
     async def fails(*asgi: Any) -> None:
         raise RuntimeError("a bug")
 

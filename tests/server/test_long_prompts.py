@@ -43,7 +43,7 @@ class Load:
 
 
 @pytest.mark.parametrize("options", [{"assistant_model": "demo-draft"}, {"drafter": "demo-medusa"}])
-def test_others_go_on_between_the_chunks(options: dict[str, str]) -> None:
+def test_running_streams_continue_between_prompt_chunks(options: dict[str, str]) -> None:
     engine = dp.load("demo", budget=4, **options)                           # type: ignore[arg-type]
     plain = dp.Engine(engine.target, codec=engine.codec, stop_tokens=engine.stop_tokens)
     load, rounds, together = Load(engine), 0, list[object]()
@@ -76,7 +76,7 @@ def test_others_go_on_between_the_chunks(options: dict[str, str]) -> None:
     assert engine.prefixes.hits == engine.target.ragged_batches
 
 
-def test_what_is_remembered_of_a_prompt_outlasts_the_row_it_was_read_in() -> None:
+def test_a_cached_prefix_survives_reuse_of_its_row() -> None:
     """Another prompt is read into the same row before the first text ends; then the first again."""
     engine = dp.load("demo", drafter="none")
     engine.prefixes = PrefixCache(32 << 20)
@@ -91,7 +91,7 @@ def test_what_is_remembered_of_a_prompt_outlasts_the_row_it_was_read_in() -> Non
     assert (last[0][1], last[0][2]) == (first[0][1][:8], (first[0][2] or [])[:8])
 
 
-def test_whoever_leaves_before_the_last_chunk_frees_the_rows(server: Any) -> None:
+def test_cancelling_during_prefill_frees_the_rows(server: Any) -> None:
     load = Load(server.engine)
     left, stays = load.submit(*ASKED[1]), load.submit(*ASKED[2])
     load.scheduler.step()

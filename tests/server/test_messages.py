@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -39,7 +40,7 @@ def ask(prompt: Any = PROMPTS[0], **more: Any) -> dict[str, Any]:
     return body(prompt, extra_body={"temperature": 0}, **more)
 
 
-def test_a_message_is_the_text_of_the_chat(server: Any, messages: Any) -> None:
+def test_messages_equal_the_chat_text(server: Any, messages: Any) -> None:
     answer = messages.create(**ask())
     assert answer.content[0].text == alone(server, PROMPTS[0], 20)
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 20)
@@ -55,7 +56,19 @@ def test_a_message_is_the_text_of_the_chat(server: Any, messages: Any) -> None:
     ).input_tokens == answer.usage.input_tokens
 
 
-def test_a_stream_adds_up_to_the_message(messages: Any) -> None:
+def test_an_end_token_is_no_stop_sequence(
+    server: Any, messages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plain,) = server.engine.generate(PROMPTS[0], max_new_tokens=9)
+    requests = server.engine.requests
+    monkeypatch.setitem(server.engine.__dict__, "requests",
+                        replace(requests, stop_tokens=(plain.tokens[5],)))
+    answer = messages.create(**ask(stop_sequences=["zebra"]))
+    assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
+    assert answer.usage.output_tokens == plain.tokens.index(plain.tokens[5]) + 1
+
+
+def test_streams_add_up_to_the_message(messages: Any) -> None:
     whole = messages.create(**ask())
     with messages.stream(**ask()) as stream:
         text = "".join(stream.text_stream)
@@ -86,8 +99,9 @@ def test_a_tool_is_called_and_its_result_is_read(messages: Any) -> None:
     assert after.usage.input_tokens > whole.usage.input_tokens and after.content
 
 
-def test_thinking_is_told_apart(server: Any, messages: Any, monkeypatch: pytest.MonkeyPatch
-                                ) -> None:
+def test_thinking_is_separated_from_the_answer(
+    server: Any, messages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The prompt opens it; the text up to the first full stop is thinking."""
     monkeypatch.setattr(server.first, "marks", Marks("zzz", "."))
     prompt, thinking = f"zzz {PROMPTS[0]}", {"type": "enabled", "budget_tokens": 1024}
@@ -104,7 +118,7 @@ def test_thinking_is_told_apart(server: Any, messages: Any, monkeypatch: pytest.
     assert final.content[0].thinking == before.strip() and final.content[1].text == rest.lstrip()
 
 
-def test_errors_have_the_form_of_anthropic(server: Any, messages: Any, http: httpx.Client) -> None:
+def test_errors_have_the_anthropic_format(server: Any, messages: Any, http: httpx.Client) -> None:
     with pytest.raises(anthropic.NotFoundError, match="no model 'gpt'"):
         messages.create(**{**ask(), "model": "gpt"})
     wrong = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)

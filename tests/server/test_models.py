@@ -36,7 +36,7 @@ def hosting(count: int, **options: Any) -> Models:
     return models
 
 
-def test_models_are_loaded_when_they_are_named() -> None:
+def test_models_are_loaded_on_first_use() -> None:
     models = Models(Limits(rows=2, length=128))
     models.add("small", Source(small, parent="demo"))
     server = Server(dp.load("demo", drafter="none"), "demo", models=models)
@@ -61,7 +61,7 @@ def test_models_are_loaded_when_they_are_named() -> None:
         assert missing.status_code == 404 and "demo, small" in missing.json()["error"]["message"]
 
 
-def test_what_rests_longest_makes_room_and_its_memory_is_freed() -> None:
+def test_the_least_recently_used_model_is_evicted_and_freed() -> None:
     models = hosting(3, memory=20)
 
     async def run() -> None:
@@ -86,23 +86,25 @@ def test_what_rests_longest_makes_room_and_its_memory_is_freed() -> None:
     asyncio.run(run())
 
 
-def test_what_rests_too_long_is_unloaded() -> None:
+def test_idle_models_are_unloaded() -> None:
     models = hosting(2, idle=0.05)
 
     async def run() -> None:
         for name in ("m0", "m1"):
             await models.get(name)
         models.loaded["m1"].readings += 1
+        began = models.loaded["m1"].used_at
         task = asyncio.create_task(models.unload_idle())
         while "m0" in models.loaded:
             await asyncio.sleep(0.02)
         assert [*models.loaded] == ["m1"]
+        assert models.loaded["m1"].used_at > began, "a model in use is not idle"
         task.cancel()
 
     asyncio.run(run())
 
 
-def test_a_model_that_cannot_be_loaded_says_why() -> None:
+def test_load_failures_are_reported_with_the_reason() -> None:
     models = hosting(1)
     models.add("broken", Source(lambda: dp.load("no-such-folder/model.gguf")))
     with pytest.raises(Unavailable, match=r"broken cannot be loaded: .*no-such-folder"):

@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+import draftproof as dp
+from draftproof.requests.request import Request, Update
+from draftproof.requests.stats import RoundStats
+from draftproof.server import schema
+from draftproof.server.answer import Answer
 from draftproof.server.call_forms import HERMES
 from draftproof.server.output_reader import OutputReader
 from draftproof.server.reasoning import CHANNELS, PAIRS, Marks, is_open, marks_of
@@ -50,6 +55,16 @@ def test_calls_are_read_after_reasoning(step: int) -> None:
     text = f"<think>I use <tool_call> now</think>\nWell: {call}"
     assert read(text, step, form=HERMES) == ("I use <tool_call> now", "Well:", [("f", {"a": 1})])
     assert read(text, step, form=HERMES, shown=False)[0] == ""
+
+
+@pytest.mark.parametrize(("ended", "told"), [("stop", "tool_calls"), ("length", "length")])
+def test_a_text_cut_after_a_call_says_that_it_was_cut(server: Any, ended: str, told: str) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    requests, reader = server.engine.read("Once"), OutputReader(None, False, HERMES)
+    answer = Answer(server.first, schema.Chat(messages=[]), requests, [reader])
+    done = dp.Completion(text, [5], ended, None, RoundStats())
+    piece = answer._taken_apart(0, Update(Request([]), 0, [(text, "")], [5], [], [], done))
+    assert piece.finish_reason == told and len(piece.calls) == 1
 
 
 @pytest.mark.parametrize("step", [1, 3, 999])

@@ -28,7 +28,7 @@ UNKNOWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_field_that_nobody_reads_is_refused_by_name(http: httpx.Client, name: str) -> None:
+def test_unknown_fields_are_refused_by_name(http: httpx.Client, name: str) -> None:
     answer = http.post("/v1/completions", json={**BODY, name: UNKNOWN[name]})
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
@@ -102,7 +102,7 @@ def test_constraints_that_cannot_be_followed(
     assert answer.status_code == 400 and why in answer.json()["error"]["message"]
 
 
-def test_what_a_chat_template_reads_is_passed_on_to_it(
+def test_chat_template_arguments_are_passed_to_the_template(
     server: Any, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it never reads is refused: it would change nothing, silently."""

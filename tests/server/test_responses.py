@@ -36,7 +36,7 @@ def ask(inputs: Any = PROMPTS[0], **more: Any) -> dict[str, Any]:
     return {"model": "demo", "max_output_tokens": 20, "temperature": 0, "input": inputs, **more}
 
 
-def test_a_response_is_the_text_of_the_chat(server: Any, responses: Any) -> None:
+def test_responses_equal_the_chat_text(server: Any, responses: Any) -> None:
     answer = responses.create(**ask())
     assert answer.output_text == alone(server, PROMPTS[0], 20)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -51,7 +51,7 @@ def test_a_response_is_the_text_of_the_chat(server: Any, responses: Any) -> None
     assert json.loads(told.output_text)["colour"] in ("red", "blue")
 
 
-def test_a_stream_adds_up_to_the_response(responses: Any) -> None:
+def test_streams_add_up_to_the_response(responses: Any) -> None:
     whole = responses.create(**ask())
     events = list(responses.create(**ask(stream=True)))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -78,7 +78,7 @@ def test_a_stream_has_the_log_probabilities_of_every_token(server: Any, response
     assert events[-1].response.output[0].content[0].logprobs == whole.logprobs
 
 
-def test_a_response_is_gone_on_from_by_who_asked_for_it(server: Any, responses: Any) -> None:
+def test_only_the_owner_can_continue_a_response(server: Any, responses: Any) -> None:
     first = responses.create(**ask())
     after = responses.create(**ask(" Then", previous_response_id=first.id))
     assert after.output_text == alone(server, PROMPTS[0] + first.output_text + " Then", 20)
@@ -93,7 +93,7 @@ def test_a_response_is_gone_on_from_by_who_asked_for_it(server: Any, responses: 
             responses.create(**ask(" Then", previous_response_id=name))
 
 
-def test_a_function_is_called_and_reasoning_told_apart(
+def test_function_calls_and_reasoning_are_separated(
     server: Any, responses: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ask(tools=[PAINT], tool_choice="required", max_output_tokens=60)
@@ -120,7 +120,7 @@ def test_a_function_is_called_and_reasoning_told_apart(
     ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
 ])  # fmt: skip
-def test_what_is_not_honoured_is_refused(
+def test_unsupported_options_are_refused(
     responses: Any, http: httpx.Client, asked: dict[str, Any], word: str
 ) -> None:
     answer = http.post("/v1/responses", json=ask(**asked) if "input" not in asked else
@@ -153,7 +153,7 @@ def test_all_items_of_a_response_are_in_the_conversation(server: Any) -> None:
     assert message["reasoning_content"] == "First. Then. Last."
 
 
-def test_what_is_kept_has_a_limit() -> None:
+def test_stored_responses_are_limited() -> None:
     store = ResponseStore(limit=2500)
     keep = store.keeper(1, [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}])
     for number in range(4):

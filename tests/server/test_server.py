@@ -97,7 +97,7 @@ def test_chats_stream_roles_text_and_usage(
     assert sum(len(choice.logprobs.content or []) for choice in choices if choice.logprobs) == 9
 
 
-def test_usage_is_told_with_every_chunk_if_that_is_asked_for(client: openai.OpenAI) -> None:
+def test_usage_is_sent_with_every_chunk_on_request(client: openai.OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     news: list[Any] = list(client.completions.create(
         model="demo", prompt=PROMPTS[:2], max_tokens=6, temperature=0, stream=True,
@@ -105,6 +105,17 @@ def test_usage_is_told_with_every_chunk_if_that_is_asked_for(client: openai.Open
     counts = [chunk.usage.completion_tokens for chunk in news]
     assert counts == sorted(counts) and counts[-1] == counts[-2] == 12
     assert all(chunk.usage.prompt_tokens == news[-1].usage.prompt_tokens for chunk in news)
+
+
+def test_usage_counts_accepted_and_rejected_draft_tokens(
+    server: Any, client: openai.OpenAI
+) -> None:
+    (alone,) = server.engine.generate(PROMPTS[1], max_new_tokens=20)
+    done = client.completions.create(model="demo", prompt=PROMPTS[1], max_tokens=20, temperature=0)
+    assert done.usage and (details := done.usage.completion_tokens_details)
+    rejected = alone.stats.drafted - alone.stats.accepted
+    assert details.accepted_prediction_tokens == alone.stats.accepted
+    assert details.rejected_prediction_tokens == rejected > 0
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -136,7 +147,7 @@ def test_the_likeliest_tokens_are_the_same_with_and_without_drafts(
     assert items[0] == [pytest.approx(item, abs=1e-9) for item in items[1]]
 
 
-def test_drafts_are_told_to_those_who_ask(http: httpx.Client, server: Any) -> None:
+def test_stream_includes_drafts_on_request(http: httpx.Client, server: Any) -> None:
     """Each round's tree, with the path that was accepted: the text is what the paths say."""
     body = {"prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0, "stream": True,
             "draftproof": {"trees": True}}
@@ -182,7 +193,7 @@ MISTAKES: tuple[tuple[Any, str], ...] = (
 
 
 @pytest.mark.parametrize(("body", "word"), MISTAKES)
-def test_what_cannot_be_answered_is_refused_in_one_sentence(
+def test_invalid_requests_get_a_one_sentence_error(
     http: httpx.Client, body: Any, word: str
 ) -> None:
     answer = http.post("/v1/completions", content=json.dumps(body), headers=JSON)
@@ -222,7 +233,7 @@ def test_the_key_the_size_and_the_other_routes(server: Any, http: httpx.Client) 
     ("models/org/gpt", None, 404, "model_not_found"),
     ("embeddings", {"input": "a", "model": "demo"}, 400, None),
 ])  # fmt: skip
-def test_programs_can_tell_errors_apart(
+def test_errors_have_machine_readable_codes(
     http: httpx.Client, path: str, body: Any, status: int, code: str | None
 ) -> None:
     answer = http.post(f"/v1/{path}", json=body) if body else http.get(f"/v1/{path}")
@@ -232,7 +243,7 @@ def test_programs_can_tell_errors_apart(
         assert "256" in error["message"] and "--max-model-len" in error["message"]
 
 
-def test_pages_elsewhere_may_ask_if_they_are_named(server: Any, http: httpx.Client) -> None:
+def test_allowed_origins_may_send_requests(server: Any, http: httpx.Client) -> None:
     asked = {"Access-Control-Request-Method": "POST",
              "Access-Control-Request-Headers": "authorization,content-type"}
     for origin, known in (("https://chat.example", True), ("http://localhost:3000", True),
@@ -260,10 +271,10 @@ def test_the_page_runs_what_is_in_it_and_nothing_else(http: httpx.Client) -> Non
 
 
 def test_without_a_limit_the_text_goes_on_to_the_end_of_the_context(http: httpx.Client) -> None:
-    body = {"prompt": [5, 6, 7], "temperature": 0, "logit_bias": {"0": -100}}
+    body = {"prompt": [5, 6, 7], "temperature": 0, "logit_bias": {"0": -100}, "n": 2}
     answer = http.post("/v1/completions", json=body).json()
-    assert answer["usage"]["total_tokens"] == 256
-    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 2 * (256 - 3)
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
 
 
 def test_without_a_temperature_it_is_one_unless_the_model_says(
@@ -285,7 +296,7 @@ def test_without_a_temperature_it_is_one_unless_the_model_says(
     assert default_sampling(engine).temperature == 0
 
 
-def test_whoever_leaves_is_not_among_the_latencies() -> None:
+def test_disconnected_clients_are_excluded_from_latencies() -> None:
     metrics = Metrics("m")
     for reason, counted in (("stop", 1), ("length", 2), ("abort", 2), ("error", 2)):
         metrics.ended(dp.Completion("", [1], reason, None, RoundStats()), 0.5)
@@ -294,7 +305,7 @@ def test_whoever_leaves_is_not_among_the_latencies() -> None:
         assert f'finished_reason="{reason}"' in told
 
 
-def test_metrics_tell_drafts_from_rounds_and_the_price_by_the_hour(
+def test_metrics_count_drafts_and_compute_cost_per_hour(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, stats = time.time(), RoundStats()
@@ -312,7 +323,7 @@ def test_metrics_tell_drafts_from_rounds_and_the_price_by_the_hour(
     assert float(cost) == pytest.approx(3 * 2 * 1000, rel=0.01)
 
 
-def test_the_dashboard_asks_for_what_is_told(http: httpx.Client) -> None:
+def test_dashboard_queries_use_exported_metrics(http: httpx.Client) -> None:
     body = {"prompt": PROMPTS[0], "max_tokens": 30, "temperature": 0}
     assert http.post("/v1/completions", json=body).status_code == 200
     told = http.get("/metrics").text
@@ -328,7 +339,7 @@ def test_the_dashboard_asks_for_what_is_told(http: httpx.Client) -> None:
         assert all(any(label in known[name] for name, _ in used) for label in grouped)
 
 
-def test_whoever_leaves_frees_a_row_and_a_full_queue_says_so(server: Any) -> None:
+def test_a_disconnected_client_frees_its_row_and_a_full_queue_returns_429(server: Any) -> None:
     """More wait than may: 429, with a Retry-After. All leave: nothing runs or waits."""
     body = {"prompt": PROMPTS[0], "max_tokens": 240, "temperature": 0, "logit_bias": {"0": -100},
             "stream": True}
@@ -353,7 +364,7 @@ def test_whoever_leaves_frees_a_row_and_a_full_queue_says_so(server: Any) -> Non
     assert not server.queue.running and not server.queue.waiting
 
 
-def test_a_round_that_fails_fails_those_in_it_and_no_others(
+def test_a_failed_round_affects_only_its_requests(
     server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -368,7 +379,7 @@ def test_a_round_that_fails_fails_those_in_it_and_no_others(
     assert client.completions.create(**asked).choices[0].text == alone(server, PROMPTS[0], 5)
 
 
-def test_who_takes_too_long_gets_504(
+def test_a_timed_out_request_returns_504(
     server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.first, "limits", replace(server.first.limits, timeout=0.0))
@@ -378,7 +389,7 @@ def test_who_takes_too_long_gets_504(
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 2])
-def test_a_signal_lets_what_runs_finish_and_a_second_one_does_not(signals: list[int]) -> None:
+def test_a_signal_drains_the_server_and_a_second_one_stops_it(signals: list[int]) -> None:
     """The first comes when the first token has, so that the test waits for no clock."""
     command = [sys.executable, "-m", "draftproof", "serve", "demo", "--drafter", "none",
                "--max-model-len", "900", "--port", "0", "--shutdown-timeout", "250"]

@@ -102,7 +102,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("route", "body", "word"), REFUSED)
-def test_what_is_not_honoured_is_named(
+def test_unsupported_fields_are_named(
     http: httpx.Client, route: str, body: dict[str, Any], word: str
 ) -> None:
     asked = {**{"c": {"prompt": "a"}, "m": {"max_tokens": 1}}.get(route, {}), **body}
@@ -128,7 +128,7 @@ def test_json_that_readers_understand_differently_is_refused(
     assert word in (message := answer.json()["error"]["message"]) and len(message) < 300
 
 
-def test_what_clients_send_is_accepted(http: httpx.Client) -> None:
+def test_fields_of_official_clients_are_accepted(http: httpx.Client) -> None:
     """Fields of the official clients' types, and what other servers' answers have."""
     nothing = dict.fromkeys(("refusal", "audio", "function_call", "annotations", "name"))
     for message in (

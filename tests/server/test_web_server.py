@@ -119,7 +119,7 @@ def test_a_signal_lets_a_stream_end_and_health_says_what_goes_on(running: Runnin
     assert running.ended
 
 
-def test_a_stream_without_end_is_cut_off_in_time() -> None:
+def test_an_endless_stream_is_cut_off_at_shutdown() -> None:
     running = Running(drain_seconds=0.3)
     with httpx.stream("GET", f"{running.url}stream", timeout=30) as stream:
         parts = stream.iter_raw()

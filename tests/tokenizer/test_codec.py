@@ -85,7 +85,7 @@ def test_random_tokens_join_to_the_decoded_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_piece_is_whole_characters(name: str) -> None:
+def test_pieces_contain_whole_characters_only(name: str) -> None:
     """While a character is incomplete nothing is said; if it stays so, it ends as the replacement
     character."""
     tokenizer = codec(name)

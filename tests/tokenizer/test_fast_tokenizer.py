@@ -56,7 +56,7 @@ def test_it_serves_as_a_codec(tokenizer: FastTokenizer) -> None:
     assert tokenizer.decode(chat) == "<|user|>the cat<|end|><|assistant|>"
 
 
-def test_offsets_and_everything_else_are_transformers_own(tokenizer: FastTokenizer) -> None:
+def test_offsets_and_other_outputs_match_transformers(tokenizer: FastTokenizer) -> None:
     out = tokenizer("the cat", add_special_tokens=False, return_offsets_mapping=True)
     assert out["offset_mapping"][-1][1] == len("the cat")
     assert tokenizer.convert_ids_to_tokens([0]) == ["<|endoftext|>"]

@@ -105,7 +105,7 @@ def test_a_plain_text_falls_into_pieces_at_paragraphs_and_loses_nothing(
     assert len(pieces) > 3 and whole == "\n\n".join(paragraphs)
 
 
-def test_what_is_held_out_is_never_trained_on() -> None:
+def test_held_out_documents_are_never_trained_on() -> None:
     documents = [Document(str(number)) for number in range(1000)]
     train, held_out = split(documents, seed=3)
     assert sorted(train + held_out) == sorted(documents)

@@ -43,7 +43,7 @@ def test_training_makes_a_head_predict(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_dies_and_goes_on_ends_at_the_same_bits(
+def test_a_resumed_run_ends_bit_identical(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "SAVED", 0)
@@ -125,7 +125,7 @@ def test_other_settings_and_torn_checkpoints_are_refused(tmp_path: Path) -> None
         trainer_of(tmp_path, trainable(head_of("medusa")), steps=2)
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2 vs 1")
 
@@ -166,7 +166,7 @@ def test_the_rate_rises_to_the_wanted_one_and_falls_to_zero() -> None:
     assert 0 < rates[0] < 0.05 and 0 <= rates[-1] < 1e-3
 
 
-def test_what_nobody_says_follows_from_the_target() -> None:
+def test_default_settings_depend_on_the_target() -> None:
     """Published: a rate of 0.001 for a width of 4096; less for steps of few rows."""
     wide = TrainConfig(batch=32).for_target(4096, 256, 4096)
     assert (wide.learning_rate, wide.length, wide.draft_vocab) == (1e-3, 256, None)

@@ -131,14 +131,14 @@ def judged(sampler: Sampler, distribution: Distribution = TARGET, **options: Any
 
 
 @pytest.mark.parametrize("sampler", [plain(), speculative(RIGHT), speculative(RIGHT, tokens=1)])
-def test_right_engines_pass(sampler: Sampler) -> None:
+def test_correct_engines_pass(sampler: Sampler) -> None:
     verdict = judged(sampler)
     assert not verdict.biased and all(check.control for check in verdict.checks)
     assert verdict.joint.detects < 0.15 and len(verdict.checks) == LENGTH + 2
 
 
 @pytest.mark.parametrize("bug", MISTAKES)
-def test_every_bug_is_found(bug: str) -> None:
+def test_every_bug_is_detected(bug: str) -> None:
     draft = table(2, temperature=0.5) if " raw " in bug else DRAFT
     verdict = judged(speculative(MISTAKES[bug], draft), samples=3000)
     assert verdict.biased and all(check.control for check in verdict.checks)
@@ -198,7 +198,9 @@ def test_rare_outcomes_are_pooled_with_a_large_vocabulary() -> None:
         (plain(), lambda texts: TARGET(texts) * 2, {}, "not to 1"),
     ],
 )
-def test_what_cannot_be_judged_is_one_sentence(sampler, distribution, options, words) -> None:
+def test_unjudgeable_input_is_reported_in_one_sentence(
+    sampler, distribution, options, words
+) -> None:
     with pytest.raises(BadInput, match=words):
         judged(sampler, distribution, **options)
 

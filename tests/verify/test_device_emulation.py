@@ -76,7 +76,7 @@ def mode(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("words", "name"), [(words, name) for words, calls in FORBIDDEN.items() for name in calls]
 )
-def test_what_a_device_cannot_do_is_refused(words: str, name: str) -> None:
+def test_operations_forbidden_on_the_device_are_refused(words: str, name: str) -> None:
     declared = 9 if words == "depends on data" else 0
     with pytest.raises(ForbiddenOnDevice, match=words):
         run(FORBIDDEN[words][name], reads=declared)
@@ -96,7 +96,7 @@ def test_what_is_allowed() -> None:
     run(lambda: MANY * 1000 + 7)
 
 
-def test_a_new_shape_after_warm_up_is_refused() -> None:
+def test_new_shapes_after_warm_up_are_refused() -> None:
     emulation, sizes = DeviceEmulation(), (3, 4)
     with emulation.running():
         for size in (*sizes, *sizes):

@@ -26,13 +26,13 @@ SOUND += [(watch,) for watch in ("bits", "noise", "streams", "draws")]
 
 
 @pytest.mark.parametrize("watch", SOUND, ids=" ".join)
-def test_the_sound_code_is_not_accused(watch: tuple[str, ...]) -> None:
+def test_unmodified_code_passes(watch: tuple[str, ...]) -> None:
     name, *options = watch
     assert WATCHES[name](*options) == ""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_planted_bug_is_seen(mutant: Mutant) -> None:
+def test_planted_bugs_are_detected(mutant: Mutant) -> None:
     if mutant.name.startswith("the kernel's") and kernels() is None:
         pytest.skip("no C compiler here")
     if mutant.watch == "distribution":
@@ -66,7 +66,7 @@ def test_a_bug_is_planted_wherever_its_function_was_imported() -> None:
 
 
 @pytest.mark.parametrize("mistake", WRONG_RULES)
-def test_a_wrong_rule_is_seen(mistake: str) -> None:
+def test_a_wrong_rule_is_detected(mistake: str) -> None:
     rule, free = weighing(WRONG_RULES[mistake]()), Sampling(temperature=1.0)
     requests = {"chain": CaseRequest(free, (1,), 4), "smaller draft": CaseRequest(free),
                 "tree of 3": CaseRequest(free)}
@@ -75,7 +75,7 @@ def test_a_wrong_rule_is_seen(mistake: str) -> None:
     assert any(distance > SEEN for distance, _, _ in result)
 
 
-def test_a_match_without_its_ancestors_is_seen() -> None:
+def test_a_match_without_its_ancestors_is_detected() -> None:
     """Sample-and-match: a node whose parent was rejected, or the first unseen, may not count."""
     def careless(tree, logits, frontier):                           # type: ignore[no-untyped-def]
         parents = tree.parents.clamp(max=0)                 # every node hangs from the root

@@ -40,7 +40,7 @@ def test_a_bug_that_nothing_notices_fails_the_section(
     """One that is seen and one that is none, in a copy of the source; the source stays as it is."""
     before = Path(planting.PACKAGE, "core/noise.py").read_bytes()
     harmless = Mutant("no bug", "core/noise.py", "class Role", "# harmless\nclass Role",
-                      ["tests/core/test_noise.py::test_a_draw_does_not_depend_on_the_batch"])
+                      ["tests/core/test_noise.py::test_draws_are_independent_of_the_batch"])
     seen = Mutant("a bug", "core/noise.py", "_mix(keys[:, None, 0]", "_mix(keys[:1, None, 0]",
                   harmless.seen_by)
     monkeypatch.setattr(planting, "mutants", lambda words: [harmless, seen])
@@ -49,7 +49,7 @@ def test_a_bug_that_nothing_notices_fails_the_section(
     assert Path(planting.PACKAGE, "core/noise.py").read_bytes() == before
 
 
-def test_a_proof_that_crashes_has_found_nothing(tmp_path: Path) -> None:
+def test_a_crashing_check_does_not_count_as_detection(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     for failed, is_crash in (
         (Section("bits", BROKE, failures=["TypeError: no"]), True),

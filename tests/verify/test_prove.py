@@ -57,7 +57,7 @@ def test_exit_codes_and_files(sections: dict[str, Section], tmp_path: Path) -> N
         assert part in out and part in html.read_text()
 
 
-def test_a_section_that_breaks_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crashing_section_counts_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proving, "prove_distribution", lambda *_: 1 // 0)
     code, out = command("--section", "distribution", "--section", "sampling")
     assert code == 1 and "ZeroDivisionError: integer" in out and "PASS sampling" in out

@@ -19,7 +19,7 @@ BITS = {"Q8_0": 0.006, "Q5_0": 0.043, "Q4_K": 0.075, "Q6_K": 0.019}
 """Relative errors of normally distributed weights."""
 
 
-def test_sensitive_matrices_have_more_bits() -> None:
+def test_sensitive_matrices_get_more_bits() -> None:
     def formats(module: str, inputs: int = 512) -> str:
         names = [f"model.layers.{number}.{module}" for number in range(16)]
         return " ".join(format_of(name, "int4", inputs, 16)[1] for name in names)
@@ -90,7 +90,7 @@ def test_blocks_are_the_same_from_bfloat16_and_from_single_precision(format: str
 
 
 @pytest.mark.skipif(kernels() is None, reason="without kernels the package writes blocks")
-def test_q8_0_is_that_of_the_definition() -> None:
+def test_q8_0_matches_its_definition() -> None:
     from gguf import GGMLQuantizationType, quants
 
     weight = torch.randn(64, 96) * torch.logspace(-9, 3, 64)[:, None]

@@ -60,7 +60,7 @@ def files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"quantize": "int4"}])
-def test_a_second_start_finds_nothing_out_again_unless_the_file_is_cut_off(
+def test_a_second_start_repeats_no_work_unless_the_cache_is_truncated(
     folder: Path, made: list[str], options: dict[str, Any]
 ) -> None:
     first = text(folder, **options)
@@ -95,7 +95,7 @@ def test_a_native_model_is_packed_and_compared_once(
     assert text(folder, quantize=kind) and len(done) == 2
 
 
-def test_damaged_weights_are_made_again(
+def test_damaged_cached_weights_are_rebuilt(
     folder: Path, made: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One bit, a page of zeros, or rubbish: the text is that of sound weights."""
@@ -163,7 +163,7 @@ def test_another_version_of_the_code_that_checks_and_packs_keeps_files_of_its_ow
     assert {Path(inspect.getfile(maker)) for maker in makers} <= set(kept._sources())
 
 
-def test_what_a_thread_still_writes_is_read_when_it_is_there(
+def test_reads_wait_for_pending_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

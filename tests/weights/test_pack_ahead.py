@@ -98,7 +98,7 @@ def test_only_the_whole_matrix_is_taken(tmp_path: Path) -> None:
     (["token_embd", "blk.0.ffn_gate_exps"], []),
     (["token_embd", "blk.0.attn_q", "enc.blk.0.attn_q"], []),
 ])  # fmt: skip
-def test_what_our_own_forward_does_not_read_is_left(
+def test_matrices_unused_by_the_native_forward_are_skipped(
     tmp_path: Path, names: list[str], wanted: list[str]
 ) -> None:
     matrices = {f"{name}.weight": ("Q8_0", 32, 32) for name in names}
@@ -115,11 +115,22 @@ def test_experts_in_a_matrixs_name_are_left() -> None:
     assert pack_ahead.matrices_of([matrix._replace(shape=(4, 32, 32))]) == []
 
 
-def test_stopping_frees_what_nobody_took(tmp_path: Path) -> None:
+def test_stopping_frees_unclaimed_matrices(tmp_path: Path) -> None:
     file = file_of(tmp_path / "m.gguf", {"blk.0.attn_q.weight": ("Q8_0", 4096, 4096)})
     pack_ahead.start(file.path)
     pack_ahead.stop()
     assert not any(map(packed_ahead, file.tensors.values()))
+
+
+def test_split_files_are_not_packed_ahead(tmp_path: Path) -> None:
+    model = gguf_models.tiny("qwen2")
+    pack_ahead.start(gguf_models.save(model, tmp_path / "whole.gguf", "Q8_0"))
+    assert pack_ahead._running is not None
+    gguf_models.save(model, tmp_path / "m.gguf", "Q8_0", parts=20)
+    (first,) = tmp_path.glob("m-00001-of-00002.gguf")
+    pack_ahead.stop()
+    pack_ahead.start(first)
+    assert pack_ahead._running is None
 
 
 def test_a_damaged_file_is_refused_before_pytorch_is_there(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ KINDS = ["int8", "int4"]
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_quantised_and_the_original_is_not(kind: str, family: str) -> None:
+def test_every_family_is_quantised_without_changing_the_original(kind: str, family: str) -> None:
     ours = model(family)
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     kinds = [type(module) for module in ours.modules()]
@@ -79,7 +79,7 @@ def test_layers_multiplied_together_give_the_bits_of_each_alone(kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_originals_given_up_are_not_missed(kind: str, tied: bool) -> None:
+def test_originals_can_be_released(kind: str, tied: bool) -> None:
     """A head that is tied to the embeddings gets weights of its own, and these stay."""
     text, form = torch.arange(12)[None], {"hidden_size": 256, "tie_word_embeddings": tied}
     with torch.inference_mode():
@@ -106,7 +106,7 @@ def test_gates_and_routers_stay_as_they_are() -> None:
     assert quantized(made, "int8").model.layers[0].mlp.gate.weight is gate.weight
 
 
-def test_what_quantising_lost_is_said() -> None:
+def test_quantisation_loss_is_reported() -> None:
     text, module = torch.arange(16), model("llama")
     made, loss = quantized_and_compared(module, "int8", text)
     with torch.inference_mode():
@@ -166,7 +166,7 @@ def test_a_wrapped_model_has_no_shallow_copy() -> None:
 # Refusals ---
 
 
-def test_what_cannot_be_had_is_refused_in_a_sentence() -> None:
+def test_unsupported_options_raise_a_clear_error() -> None:
     ours = model("llama")
     for item, kind, output in (
         (ours, "int3", "'int3'; choose one of int8, int4, fp8"), (ours, "fp8", "emulated on a CPU"),
@@ -204,14 +204,14 @@ def drafted(ours: PreTrainedModel) -> list[int]:
     return engine.generate([[1, 2, 3]], max_new_tokens=12)[0].tokens
 
 
-def test_a_checkpoint_quantised_in_an_unknown_way_is_refused(tmp_path: Path) -> None:
+def test_unknown_quantisation_methods_are_refused(tmp_path: Path) -> None:
     """transformers warns and reads the numbers as they stand, which are not the weights."""
     saved(tmp_path, quant_method="nonsense")
     with pytest.raises(UnsupportedModel, match="nonsense, which transformers does not know"):
         loading.load_model(tmp_path, device="cpu")
 
 
-def test_a_float8_checkpoint_reads_as_in_transformers(tmp_path: Path) -> None:
+def test_float8_checkpoints_match_transformers(tmp_path: Path) -> None:
     """On a CPU transformers undoes the quantisation; what remains is bfloat16, and is packed."""
     pytest.importorskip("accelerate")
     saved(tmp_path, quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic")
@@ -248,7 +248,7 @@ def test_bitsandbytes_8_bits_are_refused_with_outliers(tmp_path: Path, threshold
 @pytest.mark.parametrize("config", [
     "Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig",
 ])  # fmt: skip
-def test_a_torchao_checkpoint_reads_as_in_transformers(tmp_path: Path, config: str) -> None:
+def test_torchao_checkpoints_match_transformers(tmp_path: Path, config: str) -> None:
     ao = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 

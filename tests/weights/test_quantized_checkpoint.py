@@ -101,7 +101,7 @@ def test_other_families_are_unpacked_for_transformers(name: str, tmp_path: Path)
      | {"transform_config": {"config_groups": {"u": {}}}}, "SpinQuant"),
     ({"bits": None}, "does not say how"),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_refused_in_one_sentence(
+def test_unreadable_checkpoints_are_refused_in_one_sentence(
     change: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     save(tmp_path, "gptq")

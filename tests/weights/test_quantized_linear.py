@@ -55,7 +55,7 @@ def weights(
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_the_bits_of_a_token_do_not_depend_on_its_neighbours(
+def test_results_are_bitwise_independent_of_other_tokens(
     layer: Callable[..., nn.Module], dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     weight, bias, rows = weights(outputs, inputs, dtype)
