@@ -17,6 +17,7 @@ from tiny import prompts, target
 from draftproof.bench.measure import PROMPTS_PER_ROW, Bench, Clock, OurEngine, Output, Setting
 from draftproof.bench.report import Interval, as_json, compute, notes, table
 from draftproof.core.params import Sampling
+from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.engine import Engine
 from draftproof.requests.stats import RoundStats
 
@@ -37,7 +38,9 @@ class Scripted:
     drafted: int = 0
     log: list[str] = field(default_factory=list)
 
-    def write(self, prompts: Any, sampling: Sampling, batch: int, clock: Clock) -> Output:
+    def write(
+        self, prompts: Any, sampling: Sampling, batch: int, clock: Clock, owner: int
+    ) -> Output:
         factor = self.factors[min(self.log.count(self.name), len(self.factors) - 1)]
         self.log.append(self.name)
         self.time[0] += 0.5
@@ -134,7 +137,20 @@ def test_the_table_fits_80_columns_and_json_has_every_number() -> None:
 
 def test_an_engine_is_timed_to_its_first_token_and_counts_all_rows() -> None:
     method, sampling = OurEngine("plain", Engine(target())), Sampling(max_new_tokens=5)
-    tokens, first, stats = method.write(prompts(1), sampling, 1, count(1).__next__)
+    tokens, first, stats = method.write(prompts(1), sampling, 1, count(1).__next__, 0)
     assert (len(tokens[0]), first, stats.emitted) == (5, 1, 4)
-    tokens, first, stats = method.write(prompts(3), sampling, 2, count(1).__next__)
+    tokens, first, stats = method.write(prompts(3), sampling, 2, count(1).__next__, 0)
     assert ([*map(len, tokens)], first, stats.emitted) == ([5, 5, 5], None, 12)
+
+
+def test_no_draft_comes_from_the_memory_of_an_earlier_repetition() -> None:
+    """Users do not ask the same thing three times; a speed-up from that would mislead them."""
+    engine = Engine(target(), SuffixDrafter(), budget=4)
+    settings = [Setting(1, 0.0), Setting(2, 0.0)]
+    run = Bench([OurEngine("suffix", engine)], prompts(2), settings, Sampling(), 12, 3)
+    run.run()
+    for setting in settings:
+        accepted = [sum(trial.stats.accepted for trial in run.trials
+                        if (trial.round, trial.setting) == (number, setting))
+                    for number in range(3)]
+        assert accepted == accepted[:1] * 3

@@ -43,7 +43,7 @@ def test_all_methods_of_a_model_write_the_same_texts(folders: tuple[str, str]) -
 def test_a_single_prompt_is_streamed(folders: tuple[str, str]) -> None:
     method = OurEngine("suffix", dp.load(folders[0], drafter="suffix", budget=3))
     start, sampling = time.perf_counter(), dp.Sampling(max_new_tokens=9)
-    texts, first, stats = method.write(PROMPTS[:1], sampling, 1, time.perf_counter)
+    texts, first, stats = method.write(PROMPTS[:1], sampling, 1, time.perf_counter, 0)
     assert first is not None and start < first < time.perf_counter()
     assert stats.emitted == len(texts[0]) - 1               # the first came with the prompt
 

@@ -1,7 +1,8 @@
 """Runs several decoding methods on the same prompts, interleaved; records texts and seconds.
 
 Every method completes a group of prompts before the next group; the order of the methods rotates,
-so that a drifting speed of the machine affects all alike. Seconds are for the whole call.
+so that a drifting speed of the machine affects all alike. Seconds are for the whole call. Each
+repetition has an owner of its own, so no drafter knows a text from the repetition before.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ class OurEngine:
     def __init__(self, name: str, engine: Engine) -> None:
         self.name, self.engine = name, engine
 
-    def write(self, prompts: Prompts, sampling: Sampling, batch: int, clock: Clock) -> Output:
-        """Complete all prompts (token ids), with at most `batch` rows at a time. Returns the new
-        tokens of each, the clock's time of the first token, and counts of all rows."""
-        first, total = None, RoundStats()
-        if len(prompts) == 1:
-            chunks = self.engine.stream(prompts[0], sampling=sampling)
-            arrived = [(clock(), chunk.completion) for chunk in chunks]
-            first, done = (
-                arrived[0][0],
-                [completion for _, completion in arrived if completion is not None],
-            )
-        else:
-            done = self.engine.generate(prompts, sampling=sampling, batch_size=batch)
+    def write(
+        self, prompts: Prompts, sampling: Sampling, batch: int, clock: Clock, owner: int
+    ) -> Output:
+        """Complete all prompts (token ids), with at most `batch` rows at a time; drafters may use
+        earlier texts of `owner`. Returns the new tokens of each, the clock's time of the first
+        token, and counts of all rows."""
+        requests, total = self.engine.read(list(prompts), sampling=sampling), RoundStats()
+        for request in requests:
+            request.owner = owner
+        arrived = [(clock(), update.completion) for update in self.engine.run(requests, batch)]
+        done = sorted((completion for _, completion in arrived if completion is not None),
+                      key=lambda completion: completion.prompt)
         for completion in done:
             total.add(completion.checked().stats)
+        first = arrived[0][0] if len(prompts) == 1 else None
         return [completion.tokens for completion in done], first, total
 
 
@@ -120,7 +121,7 @@ class Bench:
         """Warm up, then run every group with every method; `progress` gets each method's name."""
         for setting in self.settings:
             for method in self.methods:
-                self._trial(method, setting, 0, 0, min(WARM_UP, self.new_tokens))
+                self._trial(method, setting, -1, 0, min(WARM_UP, self.new_tokens))
         sizes = {setting: len(self.groups(setting)) for setting in self.settings}
         order = sorted(((group + 0.5) / size, setting, group)              # settings are mixed
                        for setting, size in sizes.items() for group in range(size))
@@ -139,7 +140,8 @@ class Bench:
         prompts = [self.prompts[i] for i in indices]
         sampling = replace(self.sampling, temperature=temperature, max_new_tokens=new_tokens)
         start = self.clock()
-        tokens, first, stats = method.write(prompts, sampling, setting.batch, self.clock)
+        owner = 1 + len(self.settings) * (1 + number) + self.settings.index(setting)
+        tokens, first, stats = method.write(prompts, sampling, setting.batch, self.clock, owner)
         seconds = self.clock() - start
         first = first - start if first is not None else None
         return Trial(method.name, setting, number, group, indices, tokens, seconds, first, stats)
