@@ -12,7 +12,8 @@ enum { BLOCK = LANES, WORDS = 16, TOGETHER = 8, MOST = 48, WIDEST = 256 };
  * span has its own softmax, and spans are merged in text order. Up to FEW nodes, the threads share
  * the spans. */
 enum { SPAN = 512, FEW = 64, MOST_MERGED = 1 << 24 };
-/* Slots whose values stay in the L1 cache, and queries for which registers hold two vectors. */
+/* Slots whose values stay in the L1 cache, and the most queries for which the registers hold the sums
+ * of two, or of four, vectors of values at a time. */
 enum { NEAR = 32, MOST_OF_TWO = LANES == 8 ? 6 : TOGETHER, MOST_OF_FOUR = LANES == 16 ? 6 : 0 };
 
 /* A query: a node, the `place`-th of its row in this read, and a head. Its path from the root, and
