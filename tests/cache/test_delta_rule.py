@@ -9,8 +9,9 @@ from tiny import build
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from draftproof.cache import transformers_patches
+from draftproof.cache.current_read import recording
 from draftproof.cache.delta_rule import causal_conv, delta_gates, delta_rule
+from draftproof.cache.state_patches import several_queries, windows_of
 from draftproof.core.tree import TokenTree
 from draftproof.model.target import Target
 from draftproof.native.kernels import kernels
@@ -43,8 +44,59 @@ def test_delta_rule_matches_transformers_bitwise_in_blocks_and_by_token(
         assert token_alone is not None
         state, after = token_alone[1].last, torch.empty_like(before[0])
         assert torch.equal(token_alone[0], done[0][:, part])
-        done[1].after(rows - 1, token + 1, after)
+        done[1].after(rows - 1, range(token + 1), after)
         assert torch.equal(after, state[rows - 1]), "a state after part of a block"
+
+
+PARENTS = [[-1, 0, 0, 2, 1, 2, 3, 0, 6], [-1, 0, 1, 2, 2, 4, 1, 6, 7]]
+"""Two trees of nine nodes."""
+
+
+def paths(parents: list[int]) -> list[list[int]]:
+    """The nodes from the root to each node."""
+    to_node = list[list[int]]()
+    for node, parent in enumerate(parents):
+        to_node.append([*(to_node[parent] if parent >= 0 else []), node])
+    return to_node
+
+
+def test_a_node_of_a_tree_has_the_bits_of_its_path_as_a_chain() -> None:
+    torch.manual_seed(0)
+    rows, tokens, groups, heads, inner, depth = 2, 9, 2, 4, 12, 70
+    query, key = torch.randn(2, rows, tokens, groups, inner)
+    value, before = torch.randn(rows, tokens, heads, depth), torch.randn(rows, heads, inner, depth)
+    decay, rate = -5 * torch.rand(rows, tokens, heads), torch.rand(rows, tokens, heads)
+    parts = [query, key, value, decay, rate]
+    tree = delta_rule(query, key, value, decay, rate, before, torch.tensor(PARENTS))
+    inputs, weight = torch.randn(rows, 70, 3 + tokens).bfloat16(), torch.randn(70, 4).bfloat16()
+    convolved = causal_conv(inputs, weight, None, "silu", tokens, torch.tensor(PARENTS))
+    assert tree is not None and convolved is not None
+    for row in range(rows):
+        for path in paths(PARENTS[row]):
+            alone = slice(row, row + 1)
+            q, k, v, d, r = (part[alone, path] for part in parts)
+            chain = delta_rule(q, k, v, d, r, before[alone])
+            assert chain is not None
+            assert torch.equal(chain[0][0, -1], tree[0][row, path[-1]])
+            after = torch.empty_like(before[0])
+            tree[1].after(row, path, after)
+            assert torch.equal(after, chain[1].last[0])
+            places = [0, 1, 2, *(3 + node for node in path)]
+            conv = causal_conv(inputs[alone][:, :, places], weight, None, "silu", len(path))
+            assert conv is not None
+            assert torch.equal(conv[0, :, -1], convolved[row, :, 3 + path[-1]])
+
+
+def test_windows_of_a_convolution_follow_the_tree() -> None:
+    """Where our kernel does not compute it: the inputs of each node's path."""
+    inputs = torch.arange(2 * 11.0).view(2, 1, 11).expand(-1, 3, -1)
+    windows = windows_of(inputs, torch.tensor(PARENTS), 4)
+    for row, parents in enumerate(PARENTS):
+        for path in paths(parents):
+            places = [0, 1, *(2 + node for node in path)][-4:]
+            wanted = torch.zeros(4)
+            wanted[4 - len(places) :] = inputs[row, 0, places]
+            assert torch.equal(windows[row, path[-1]], wanted.expand(3, -1))
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -97,6 +149,16 @@ def test_a_token_is_bit_identical_in_batches_of_any_size() -> None:
             cache.keep(None, torch.tensor([width]))
         read[width] = torch.cat(parts, 1)
     assert all(torch.equal(logits, read[1]) for logits in read.values())
+    assert target.reads_trees
+    nodes = torch.arange(50, 59)[None].repeat(2, 1)
+    cache = target.new_cache(2, 64)
+    target.read(TokenTree.chain(torch.arange(1, 6).repeat(2, 1)), cache)
+    cache.keep(None, torch.tensor([5, 4]))
+    tree = target.read(TokenTree(nodes, torch.tensor(PARENTS), 8), cache).logits
+    for row, parents in enumerate(PARENTS):
+        for path in paths(parents):
+            chain = target.read(TokenTree.chain(nodes[:, path]), cache).logits
+            assert torch.equal(chain[row, -1], tree[row, path[-1]])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
@@ -115,9 +177,9 @@ def test_torch_is_never_asked_for_the_attention_of_few_queries(count: int) -> No
     mask = torch.randn(2, 1, 9, 9).double()
     few = (torch.nn.Module(), query[:, :, :count], key, value, mask[:, :, :count])
     wanted, _ = attend(*few)
-    patched = transformers_patches._several_queries(attend)
+    patched = several_queries(attend)
     patched(*few)
-    with transformers_patches.recording(count):
+    with recording(count):
         output, _ = patched(*few)
     torch.testing.assert_close(output, wanted)
     assert asked[:2] == [count, count] and asked[2] >= 4

@@ -12,7 +12,7 @@ from tiny import build
 from draftproof.cache.state_cache import BLOCK, StateCache
 from draftproof.cache.state_layer import StateLayer, Trail
 from draftproof.core.params import Sampling
-from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.drafters.base import Plain
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.engine.engine import Engine
@@ -41,6 +41,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**SIZES, "layers_block_type": [LINEAR, FULL, LINEAR], "mamba_num_heads": 4, "n_groups": 1,
          "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 8}),
 }  # fmt: skip
+BRANCHING = ("gated delta net", "convolutions")
+"""Kinds that read trees."""
 PROMPTS = [[5, 7, 11, 13, 17, 19, 23, 29, 31], [3], [2, 4, 8, 16]]
 
 
@@ -85,7 +87,7 @@ def test_prompts_prefilled_in_another_cache_move_with_their_states(kind: str) ->
 def test_text_is_independent_of_the_draft(kind: str) -> None:
     """Alone and in ragged batches, drafted for by a model with states that is nearly the same."""
     model, draft = made(kind), made(kind)
-    assert model.has_states and not model.reads_trees
+    assert model.has_states and model.reads_trees == (kind in BRANCHING)
     assert model.facts.single_steps == (kind != "no single steps")
     with torch.no_grad():
         for weight in draft.model.parameters():
@@ -133,6 +135,71 @@ def test_rejected_drafts_leave_no_trace(kind: str) -> None:
         agrees(logits[row, -1], model, text)
 
 
+TREE = TreeShape.from_digits(["0", "1", "00", "01", "10", "000"])
+"""Paths of nodes: 0-1-3-6, 0-1-4, 0-2-5."""
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", BRANCHING)
+def test_states_follow_the_branch_that_is_accepted(kind: str) -> None:
+    """A tree is read at once, and a commit takes the states after its path: nothing waits."""
+    model = made(kind)
+    cache = model.new_cache(2, 64)
+    assert isinstance(cache, StateCache)
+    model.read(chain([1, 2, 3], [4, 5, 6]), cache)
+    cache.keep(None, torch.tensor([3, 1]))
+    tree = TokenTree.shaped(torch.arange(20, 34).view(2, 7), TREE)
+    logits = model.read(tree, cache).logits
+    for row, text in enumerate(([1, 2, 3], [4])):
+        for path in ([0, 1, 3, 6], [0, 1, 4], [0, 2, 5]):
+            agrees(logits[row, path[-1]], model, text + tree.tokens[row, path].tolist())
+    cache.keep(torch.tensor([[0, 2, 5, 3], [0, 1, 4, 3]]), torch.tensor([3, 2]))
+    assert not cache.waiting.any() and cache.lengths.tolist() == [6, 3]
+    logits = model.read(chain([40], [41]), cache).logits
+    for row, text in enumerate(([1, 2, 3, 20, 22, 25, 40], [4, 27, 28, 41])):
+        agrees(logits[row, -1], model, text)
+
+
+@torch.inference_mode()
+def test_a_tree_is_read_after_tokens_that_wait() -> None:
+    """Rows may lack different numbers of tokens; a part of a tree is read from its root on."""
+    model = made("gated delta net")
+    cache = model.new_cache(2, 64)
+    assert isinstance(cache, StateCache)
+    model.read(chain([1, 2, 3], [4, 5, 6]), cache)
+    cache._reads.marks, cache._reads.trails = [], []        # as after a long block
+    cache.keep(None, torch.tensor([3, 1]))
+    assert cache.waiting.tolist() == [3, 1]
+    tree = TokenTree.shaped(torch.arange(20, 34).view(2, 7), TREE)
+    whole = model.read(tree, cache).logits
+    part = model.read(tree, cache, first=4).logits
+    torch.testing.assert_close(part, whole[:, 4:])
+    for row, text in enumerate(([1, 2, 3], [4])):
+        agrees(whole[row, 5], model, text + tree.tokens[row, [0, 2, 5]].tolist())
+    cache.keep(torch.tensor([[0, 2, 5], [0, 1, 4]]), torch.tensor([3, 2]))
+    logits = model.read(chain([40], [41]), cache).logits
+    for row, text in enumerate(([1, 2, 3, 20, 22, 25, 40], [4, 27, 28, 41])):
+        agrees(logits[row, -1], model, text)
+
+
+@pytest.mark.parametrize("kind", BRANCHING)
+def test_text_is_independent_of_trees(kind: str) -> None:
+    """Trees drafted by a model that reads them itself, alone and in batches."""
+    model, draft = made(kind), made(kind)
+    with torch.no_grad():
+        for weight in draft.model.parameters():
+            weight.add_(0.01 * torch.randn(weight.shape,
+                                           generator=torch.Generator().manual_seed(0)))
+    for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
+        done = Engine(model).generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=1)
+        plain = [completion.checked().tokens for completion in done]
+        for rows in (1, 3):
+            engine = Engine(model, DraftModel(draft, VOCAB, TREE), budget=6)
+            done = engine.generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=rows)
+            assert [completion.checked().tokens for completion in done] == plain
+            assert all(completion.stats.tokens_per_round > 1.2 for completion in done)
+
+
 @torch.inference_mode()
 def test_memory_stays_flat_if_every_draft_is_rejected() -> None:
     """As wide a read every round, whatever was rejected before; nothing is kept of reads."""
@@ -142,7 +209,7 @@ def test_memory_stays_flat_if_every_draft_is_rejected() -> None:
     for token in range(30):
         tree = cache.truncate_tree(chain([token % VOCAB, 1, 2, 3]))
         block = cache.block(tree, 0)
-        widths.add(block.tokens.shape[1])
+        widths.add(block.tree.tokens.shape[1])
         model.read(tree, cache)
         cache.keep(None, torch.tensor([1]))
         assert len(cache._reads.trails) == 1 and len(cache._reads.marks) <= 1

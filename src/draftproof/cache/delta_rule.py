@@ -1,8 +1,9 @@
 """Gated delta nets by our kernels: the rule, token by token, and the convolutions before it. A
-token has the same bits however many are read with it."""
+token has the same bits however many are read with it, in a chain or in a tree."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,17 +16,23 @@ SILU = ("silu", "swish")
 
 
 class Recorded(Protocol):
-    """A recurrent state after each token of a block."""
+    """A recurrent state after each token of a block, or after each node of a tree."""
 
-    def after(self, row: int, tokens: int, to: Tensor) -> None:
-        """Copy a row's state after `tokens` tokens, at least one, to a state [...]."""
+    def after(self, row: int, path: Sequence[int], to: Tensor) -> None:
+        """Copy a row's state after a path, at least the first node of a tree, to a state [...].
+
+        Args:
+            row: The row of the batch.
+            path: The nodes of the path; of a block of tokens, its first ones.
+            to: Where the state is copied.
+        """
 
 
 class Kept(list[Tensor]):
     """States [B, ...], one after each token."""
 
-    def after(self, row: int, tokens: int, to: Tensor) -> None:
-        to.copy_(self[tokens - 1][row])
+    def after(self, row: int, path: Sequence[int], to: Tensor) -> None:
+        to.copy_(self[path[-1]][row])
 
 
 class DeltaRule(NamedTuple):
@@ -39,7 +46,8 @@ class DeltaRule(NamedTuple):
         decay: [B, L, heads] the logarithms of the factors by which states decay.
         rate: [B, L, heads] the factors with which values are written.
         before: [B, heads, K, V] the states before the block.
-        last: The states after the block.
+        last: The states after the last token of the block.
+        parents: [B, L] the token that each goes on from, in a tree; None for a chain.
     """
 
     query: Tensor
@@ -49,13 +57,17 @@ class DeltaRule(NamedTuple):
     rate: Tensor
     before: Tensor
     last: Tensor
+    parents: Tensor | None = None
 
-    def after(self, row: int, tokens: int, to: Tensor) -> None:
-        library = kernels()
-        if tokens == self.key.shape[1] or library is None:
+    def after(self, row: int, path: Sequence[int], to: Tensor) -> None:
+        library, tokens = kernels(), len(path)
+        if library is None or (self.parents is None and tokens == self.key.shape[1]):
             to.copy_(self.last[row])
             return
-        parts = [part[row, :tokens] for part in self[:5]]
+        if path[-1] == tokens - 1:                      # and so is every node before it
+            parts = [part[row, :tokens] for part in self[:5]]
+        else:
+            parts = [part[row, list(path)] for part in self[:5]]
         _advance(library, (1, tokens), parts, self.before[row], to, None)
 
 
@@ -85,8 +97,9 @@ def delta_gates(
 
 
 def delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, before: Tensor
-) -> tuple[Tensor, DeltaRule] | None:
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, before: Tensor,
+    parents: Tensor | None = None,
+) -> tuple[Tensor, DeltaRule] | None:  # fmt: skip
     """Apply the rule to a block of tokens, as transformers' `torch_recurrent_gated_delta_rule` does
     with normalised keys and queries.
 
@@ -97,6 +110,8 @@ def delta_rule(
         decay: [B, L, heads].
         rate: [B, L, heads].
         before: [B, heads, K, V], which is not changed.
+        parents: [B, L] the token that each goes on from, where they are the nodes of a tree; the
+            first goes on from `before`. None: each goes on from the one before it.
 
     Returns:
         [B, L, heads, V] outputs in the dtype of the query, and the block's effect on the state;
@@ -108,21 +123,23 @@ def delta_rule(
     parts = [part.float().contiguous() for part in (query, key, value, decay, rate)]
     before, out = before.contiguous(), torch.empty(value.shape, dtype=torch.float32)
     last = torch.empty_like(before)
-    _advance(library, tuple(value.shape[:2]), parts, before, last, out)
-    return out.to(query.dtype), DeltaRule._make([*parts, before, last])
+    parents = None if parents is None else parents.contiguous()
+    _advance(library, tuple(value.shape[:2]), parts, before, last, out, parents)
+    return out.to(query.dtype), DeltaRule._make([*parts, before, last, parents])
 
 
 def _advance(
     library: Kernels, size: tuple[int, ...], parts: list[Tensor], before: Tensor, after: Tensor,
-    out: Tensor | None,
+    out: Tensor | None, parents: Tensor | None = None,
 ) -> None:  # fmt: skip
     groups, (heads, inner, depth) = parts[1].shape[-2], before.shape[-3:]
-    library("delta_rule", *parts, before, after, out, *size, groups, heads, inner, depth)
+    library("delta_rule", *parts, before, after, out, parents, *size, groups, heads, inner, depth)
 
 
 def causal_conv(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tokens: int
-) -> Tensor | None:
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tokens: int,
+    parents: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
     """A causal convolution of each channel, for the last tokens alone.
 
     Args:
@@ -131,6 +148,8 @@ def causal_conv(
         bias: [channels], or None.
         activation: silu, or None.
         tokens: How many of the last tokens to compute; outputs before them are 0.
+        parents: [B, tokens] the token that each of these follows, where they are the nodes of a
+            tree; None: the one before it.
 
     Returns:
         [B, channels, S]; None where there is no kernel for this.
@@ -142,6 +161,6 @@ def causal_conv(
     if any(not part.is_cpu or part.dtype != torch.bfloat16 for part in tensors):
         return None
     out = torch.zeros_like(inputs, memory_format=torch.contiguous_format)
-    library("causal_conv", inputs, weight, bias, out, *inputs.shape, weight.shape[1], tokens,
-            int(activation is not None))
+    library("causal_conv", inputs, weight, bias, out, parents, *inputs.shape, weight.shape[1],
+            tokens, int(activation is not None))
     return out

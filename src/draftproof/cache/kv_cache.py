@@ -215,7 +215,7 @@ class KVCache:
         front = torch.arange(nodes.shape[1], device=nodes.device)
         source, target = self.lengths[:, None] + nodes, self.lengths[:, None] + front
         for store in self.tensors:
-            write(store, target, _read(store, source))
+            write(store, target, read(store, source))
 
 
 def empty_layer(
@@ -231,7 +231,7 @@ def empty_layer(
     return kind.empty(shape, rows, capacity, dtype, device)
 
 
-def _read(store: Tensor, slots: Tensor) -> Tensor:
+def read(store: Tensor, slots: Tensor) -> Tensor:
     """[B, heads, D, dim] of the slots [B, D] of each row."""
     if len(store) == 1:
         return store.index_select(2, slots[0])

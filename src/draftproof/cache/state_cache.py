@@ -1,11 +1,11 @@
 """The cache of a recurrent or hybrid model: states of fixed size, which cannot be truncated by
 tokens.
 
-Where all layers record their states after each token of a short block (convolutions and gated
-delta nets do), a commit takes those after its last token: a rejected draft costs nothing more. For
-other layers (state space models) only the states after a whole block are known, so the states of a
-row may lack its last few committed tokens, which wait. A read reads these again, in one pass with
-the nodes it is for, and states advance where everything in the pass was committed.
+Where all layers record their states after each token of a short block or of a tree (convolutions
+and gated delta nets do), a commit takes those after its last token: a rejected draft costs nothing
+more. For other layers (state space models) only the states after a whole chain are known, so the
+states of a row may lack its last few committed tokens, which wait. A read reads these again, in one
+pass with the nodes it is for, and states advance where everything in the pass was committed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from draftproof.cache.kv_cache import KVCache, Layer, empty_layer
-from draftproof.cache.kv_layer import KVLayer, LayerShape
+from draftproof.cache.kv_cache import KVCache, Layer, empty_layer, read
+from draftproof.cache.kv_layer import KVLayer, LayerShape, write
 from draftproof.cache.state_layer import HybridLayer, StateLayer, Trail
 from draftproof.cache.state_shape import StateShape
 from draftproof.core.tree import ABSENT, TokenTree
@@ -34,18 +34,19 @@ longer."""
 class Block(NamedTuple):
     """The tokens of one pass, the same number in every row.
 
-    tokens: [B, L], with arbitrary ones as padding at the end. start: [B] their first positions.
-    skipped: [B] on the host, how many waiting tokens come before the first node of the read.
+    tree: [B, L] tokens, with arbitrary ones as padding at the end, and the tokens that they go on
+    from. start: [B] the first positions. skipped: [B] on the host, how many waiting tokens come
+    before the first node of the read.
     """
 
-    tokens: Tensor
+    tree: TokenTree
     start: Tensor
     skipped: Tensor
 
 
 class _Trails(NamedTuple):
     """States after each of the `tokens` tokens of a block, layer by layer; the first token is node
-    `start` [B] of each row's tree."""
+    `start` [B] of each row's tree, or waits before it (negative)."""
 
     start: Tensor
     tokens: int
@@ -71,7 +72,7 @@ class _Reads:
 
 
 class StateCache(KVCache):
-    """A `KVCache` with states; chains only.
+    """A `KVCache` with states.
 
     waiting: [B], on the host, how many committed tokens the states of each row lack. text: [B,
     capacity] the tokens of each row. steps: whether a read may be of a single token; some families
@@ -85,6 +86,8 @@ class StateCache(KVCache):
         super().__init__(layers, lengths, capacity)
         self.waiting, self.text, self.steps = waiting, text, steps
         self._stateful = [layer for layer in layers if isinstance(layer, StateLayer)]
+        inner = [layer.inner if isinstance(layer, HybridLayer) else layer for layer in layers]
+        self.kv_layers = [layer for layer in inner if isinstance(layer, KVLayer)]
         self._reads = _Reads()
 
     @classmethod
@@ -110,13 +113,18 @@ class StateCache(KVCache):
         """None: torch's operators move the states."""
 
     def truncate_tree(self, tree: TokenTree) -> TokenTree:
-        """Cut off the nodes of chains for which a block has no room after the waiting tokens."""
+        """Cut off the last nodes, for which a block has no room after the waiting tokens."""
         nodes = tree.tokens.shape[1]
         room = max(BLOCK, nodes) - self.waiting
         if nodes <= int(room.min()):
             return tree
         fits = torch.arange(nodes) < room[:, None]
         return replace(tree, tokens=torch.where(fits.to(tree.tokens.device), tree.tokens, ABSENT))
+
+    @property
+    def knows_every_state(self) -> bool:
+        """Whether the last read recorded the states after each of its nodes."""
+        return bool(self._reads.trails)
 
     @property
     def by_position(self) -> list[Tensor]:
@@ -137,7 +145,10 @@ class StateCache(KVCache):
         self._reads.marks, self._reads.trails = [], []
 
     def block(self, tree: TokenTree, first: int) -> Block:
-        """The block to read for the nodes `first:` of a chain; prepares states and slots for it."""
+        """The block to read for the nodes `first:` of a tree; prepares states and slots for it. A
+        tree that branches is read from its root on."""
+        if not tree.is_chain:
+            return self._block_of_tree(tree, first)
         nodes, device = tree.tokens.shape[1], self.text.device
         place = self.lengths[:, None] + torch.arange(first, nodes, device=device)
         new = tree.tokens[:, first:].clamp(min=0)
@@ -154,24 +165,51 @@ class StateCache(KVCache):
             known = [layer.states for layer in self._stateful]
         start = self.lengths + first - skipped.to(device)
         length = max(1 if self.steps else 2, int((skipped + present - first).max()))
-        slots = start[:, None] + torch.arange(length, device=device)
+        tokens = self._begin(start, length, known)
+        return Block(TokenTree.chain(tokens), start, skipped)
+
+    def _block_of_tree(self, tree: TokenTree, first: int) -> Block:
+        """The waiting tokens of each row and, after the last of them, its tree."""
+        nodes, device = tree.tokens.shape[1], self.text.device
+        self._reads.marks, self._reads.trails = [], []
+        place = self.lengths[:, None] + torch.arange(nodes, device=device)
+        self.text.scatter_(1, place.clamp(max=self.capacity - 1), tree.tokens.clamp(min=0))
+        waiting = self.waiting.to(device)[:, None]
+        most = int(self.waiting.max())
+        index = torch.arange(most + nodes, device=device) - waiting                     # [B, L]
+        parents = tree.parents.gather(1, index.clamp(0, nodes - 1))
+        parents = torch.where(index < 1, index - 1, parents.clamp(min=0)) + waiting
+        parents = torch.where(index < nodes, parents, 0)                                # padding
+        start = self.lengths - waiting[:, 0]
+        tokens = self._begin(start, most + nodes, [layer.states for layer in self._stateful])
+        block = TokenTree(tokens, parents, tree.depth_limit + most)
+        return Block(block, start, self.waiting + first)
+
+    def _begin(
+        self, start: Tensor, length: int, states: Sequence[tuple[Tensor, ...]]
+    ) -> Tensor:
+        """Let the next forward read `length` tokens from `start` [B] on, after these states of each
+        layer; return the tokens [B, length]."""
+        slots = start[:, None] + torch.arange(length, device=self.text.device)
         slots = slots.clamp(max=self.capacity - 1)          # only padding lies so far out
         span = self.reserve(length)
         for layer in self.layers:
             layer.set_slots(slots, span)
-        for layer, states in zip(self._stateful, known, strict=True):
-            layer.begin(states)
-        return Block(self.text.gather(1, slots), start, skipped)
+        for layer, before in zip(self._stateful, states, strict=True):
+            layer.begin(before)
+        return self.text.gather(1, slots)
 
     def was_read(self, block: Block, first: int) -> None:
         """Note the states after each token of a block, if all layers recorded them, and those after
-        the whole block, for rows where it ends with a node."""
+        a whole chain, for rows where it ends with a node."""
+        length = block.tree.tokens.shape[1]
         trails = [layer.take_trail() for layer in self._stateful]
         kept = [trail for trail in trails if trail is not None]
         if len(kept) == len(trails):
-            start = first - block.skipped
-            self._reads.trails.append(_Trails(start, block.tokens.shape[1], kept))
-        ends = block.tokens.shape[1] - block.skipped + first
+            self._reads.trails.append(_Trails(first - block.skipped, length, kept))
+        if not block.tree.is_chain:
+            return
+        ends = length - block.skipped + first
         nodes = torch.where((ends > 0) & (ends <= self._reads.present), ends, 0)
         if bool(nodes.any()):
             self._reads.marks.append(
@@ -179,14 +217,23 @@ class StateCache(KVCache):
             )
 
     def keep(self, nodes: Tensor | None, count: Tensor) -> None:
-        """Commit `count` [B] nodes of chains; states advance as far as they are known."""
+        """Commit `count` [B] nodes; states advance as far as they are known."""
         with torch_alone():
-            self._move_on(count.cpu())
-        super().keep(None, count)
+            self._move_on(count.cpu(), None if nodes is None else nodes.tolist())
+        super().keep(nodes, count)
 
-    def _move_on(self, counts: Tensor) -> None:
+    def _compact(self, nodes: Tensor) -> None:
+        front = torch.arange(nodes.shape[1], device=nodes.device)
+        source, target = self.lengths[:, None] + nodes, self.lengths[:, None] + front
+        last = self.capacity - 1                            # only padding lies beyond
+        source, target = source.clamp(max=last), target.clamp(max=last)
+        self.text.scatter_(1, target, self.text.gather(1, source))
+        for store in self.by_position:
+            write(store, target, read(store, source))
+
+    def _move_on(self, counts: Tensor, nodes: list[list[int]] | None) -> None:
         moved = torch.zeros_like(self.waiting)
-        self._follow(counts, moved)
+        self._follow(counts, nodes, moved)
         for mark in reversed(self._reads.marks):
             rows = (moved == 0) & (mark.nodes > 0) & (mark.nodes <= counts)
             moved = torch.where(rows, mark.nodes, moved)
@@ -195,19 +242,22 @@ class StateCache(KVCache):
         left = [_Mark((nodes - counts).clamp(min=0), states) for nodes, states in self._reads.marks]
         self._reads.marks = [mark for mark in left if bool(mark.nodes.any())]
         self._reads.trails = [trail._replace(start=trail.start - counts)
-                              for trail in self._reads.trails]  # fmt: skip
+                              for trail in (self._reads.trails if nodes is None else ())]
 
-    def _follow(self, counts: Tensor, moved: Tensor) -> None:
+    def _follow(self, counts: Tensor, nodes: list[list[int]] | None, moved: Tensor) -> None:
         """Advance states of rows to those after `counts` [B] nodes where these were recorded, and
-        set `moved` [B] to that number."""
+        set `moved` [B] to that number. nodes: [B, D] the paths, if they are not chains."""
         for trails in reversed(self._reads.trails):
-            used = (counts - trails.start).tolist()
-            for row, tokens in enumerate(used):
-                if moved[row] or not counts[row] or not 0 < tokens <= trails.tokens:
+            starts = trails.start.tolist()
+            for row, (count, start) in enumerate(zip(counts.tolist(), starts, strict=True)):
+                if moved[row] or not count or not 0 < count - start <= trails.tokens:
                     continue
-                moved[row] = counts[row]
+                moved[row] = count
+                path: Sequence[int] = range(count - start)
+                if nodes is not None:
+                    path = [*range(-start), *(node - start for node in nodes[row][:count])]
                 for layer, trail in zip(self._stateful, trails.layers, strict=True):
-                    trail.after(row, tokens, [state[row] for state in layer.states])
+                    trail.after(row, path, [state[row] for state in layer.states])
 
     def copy_row(self, row: Tensor, other: KVCache) -> None:
         assert isinstance(other, StateCache)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from draftproof.cache.current_read import HandedStates, recorded
 from draftproof.cache.delta_rule import Recorded
 from draftproof.cache.kv_layer import KVLayer
 from draftproof.cache.state_shape import StateShape
-from draftproof.cache.transformers_patches import HandedStates, recorded
 
 
 class Trail(NamedTuple):
-    """The states of a layer after each token of a block.
+    """The states of a layer after each token of a block, or after each node of a tree.
 
     Attributes:
         shapes: The shapes of the states.
@@ -31,13 +31,15 @@ class Trail(NamedTuple):
     shapes: tuple[StateShape, ...]
     parts: list[Any]
 
-    def after(self, row: int, tokens: int, to: Sequence[Tensor]) -> None:
-        """Copy a row's states after `tokens` tokens of the block, at least one, to these."""
+    def after(self, row: int, path: Sequence[int], to: Sequence[Tensor]) -> None:
+        """Copy a row's states after a path, at least the first token or node, to these."""
         for shape, part, state in zip(self.shapes, self.parts, to, strict=True):
             if shape.kind == "conv":
-                state.copy_(part[row, :, tokens : tokens + shape.size[-1]])
+                width = shape.size[-1]
+                places = [*range(width), *(width + node for node in path)][-width:]
+                state.copy_(part[row][:, places])
             else:
-                part.after(row, tokens, state)
+                part.after(row, path, state)
 
 
 class StateLayer(LinearAttentionCacheLayerMixin):

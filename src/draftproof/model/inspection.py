@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from draftproof.cache.layout import FAILURES
+from draftproof.cache.state_cache import StateCache
 from draftproof.core.tree import TokenTree, TreeShape
 from draftproof.errors import UnsupportedModel
 from draftproof.model.facts import Facts
@@ -96,7 +97,9 @@ def verify_forward(target: ModuleTarget) -> Facts:
         )
     if target.has_states:
         single = _reads_single_steps(stock)
-        return replace(stock.facts, reads_trees=False, single_steps=single)
+        facts = replace(stock.facts, reads_trees=True, single_steps=single)
+        trees = _branches(target.with_facts(facts), text, max(tolerance, 3 * on_chain))
+        return replace(facts, reads_trees=trees)
     tree = ReferenceForward.of(stock, text, CHECK_TREE, together=True)
     on_tree = tree.error(stock)
     # ALiBi by slots is right for chains, and wrong for trees by hardly more than half precision's
@@ -149,6 +152,33 @@ class ReferenceForward(NamedTuple):
         except FAILURES:
             return float("inf")
         return float(((logits - self.logits).abs().max() / self.logits.abs().max()).detach())
+
+
+def _branches(target: ModuleTarget, text: Tensor, tolerance: float) -> bool:
+    """Whether a target with states reads trees: it knows the states after each node, its logits are
+    the model's own, and in half precision on a CPU they have the same bits as in chains."""
+    reference = ReferenceForward.of(target, text, CHECK_TREE, together=True)
+    try:
+        if not reference.error(target) <= tolerance:
+            return False
+        cache, tree = target.check_cache(64), reference.tree
+        assert isinstance(cache, StateCache)
+        target.read(TokenTree.chain(reference.lead), cache)
+        cache.keep(None, torch.full_like(cache.lengths, reference.lead.shape[1]))
+        logits = target.read(tree, cache).logits
+        if not cache.knows_every_state:
+            return False
+        if target.dtype in (torch.float32, torch.float64) or target.device.type != "cpu":
+            return True
+        above = set(tree.parents[0].tolist())
+        for leaf in (node for node in range(tree.tokens.shape[1]) if node not in above):
+            path = tree.ancestors[0, leaf].nonzero()[:, 0]
+            chain = target.read(TokenTree.chain(tree.tokens[:, path]), cache).logits
+            if not torch.equal(chain, logits[:, path]):
+                return False
+        return True
+    except FAILURES:
+        return False
 
 
 def _reads_single_steps(target: ModuleTarget) -> bool:

@@ -11,17 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftproof.cache.current_read import forget_handed, recording
 from draftproof.cache.kv_cache import KVCache, key_depths, tree_mask
 from draftproof.cache.kv_layer import KVLayer
 from draftproof.cache.layout import FAILURES, STATES, Layout, LogitScaling
 from draftproof.cache.state_cache import BLOCK, StateCache
-from draftproof.cache.transformers_patches import (
-    Place,
-    forget_handed,
-    patch_decoder,
-    placed,
-    recording,
-)
+from draftproof.cache.text_order import TextOrder
+from draftproof.cache.transformers_patches import Place, patch_decoder, placed
 from draftproof.core.messages import Features, Reading
 from draftproof.core.tree import TokenTree
 from draftproof.errors import BadInput
@@ -222,16 +218,19 @@ class ModuleTarget(Target):
         hidden_layers: tuple[int, ...]
     ) -> Reading:
         block = cache.block(tree, first)
-        chain, width = TokenTree.chain(block.tokens), block.tokens.shape[1]
-        positions = chain.positions(block.start, self.context)
-        masks = self._masks(chain, block.start, cache.reserve(width), 0)
+        nodes, width = block.tree, block.tree.tokens.shape[1]
+        positions = nodes.positions(block.start, self.context)
+        masks = self._masks(nodes, block.start, cache.reserve(width), 0)
+        parents, attention = None if nodes.is_chain else nodes.parents, None
+        if set(self.layout.windows.values()) == {None}:
+            attention = TextOrder.of(cache.kv_layers, block.start, nodes)
         offsets = torch.arange(tree.tokens.shape[1] - first)
         place = (block.skipped[:, None] + offsets).clamp(max=width - 1)
         last = place[:, -1:] if last_only else place
         kept = width - int(last.min()) if self._trims else width
         try:
-            with recording(width):
-                reading = self._forward(block.tokens, masks, positions, cache, kept, hidden_layers)
+            with recording(width, parents, attention):
+                reading = self._forward(nodes.tokens, masks, positions, cache, kept, hidden_layers)
         finally:
             forget_handed()
         cache.was_read(block, first)

@@ -570,3 +570,17 @@ void draftproof_attention(const Read *read, const Layer *layer, const bf16 *inne
     share_out(attend_spans, &of, shared * of.parts, 1, read->threads);
     share_out(merge_heads, &of, shared, 1, read->threads);
 }
+
+/* Attention of one layer for nodes that were rotated before, over `keys` and `values` in bfloat16,
+ * to which it writes those of the nodes. The kind of attention has no rotation. */
+void draftproof_attend(const Read *read,
+        const bf16 *inner /* [width(read), read->heads + 2 * read->key_heads, read->head_dim] */,
+        bf16 *keys /* [read->rows, read->key_heads, read->capacity, read->head_dim] */,
+        bf16 *values /* [read->rows, read->key_heads, read->capacity, read->head_dim] */,
+        bf16 *out /* [width(read), read->heads, read->head_dim] */) {
+    Layer layer = {.kind = 0};
+    Norm norm = {0};
+    Read alone = *read;
+    alone.stores = 2;
+    draftproof_attention(&alone, &layer, inner, &norm, (void *[]){keys, values}, out);
+}
