@@ -1,4 +1,4 @@
-"""The same weights through draftproof, llama.cpp, OpenVINO GenAI and transformers.
+"""The same weights through draftproof, llama.cpp, ik_llama.cpp, OpenVINO GenAI and transformers.
 
     python recipes/compare/compare.py --model FOLDER --gguf FILE [--draft FOLDER --draft-gguf FILE]
         --prompts FILE [--bits 16 8 4] [--engines ours llama.cpp openvino transformers]
@@ -108,9 +108,9 @@ class Files:
         Raises:
             Missing: The format cannot be made.
         """
-        if engine == "llama.cpp":
+        if engine.endswith("llama.cpp"):
             if gguf is None:
-                raise Missing("llama.cpp reads GGUF files: give --gguf, with --draft --draft-gguf")
+                raise Missing(f"{engine} reads GGUF files: give --gguf, with --draft --draft-gguf")
             return self._gguf(gguf, bits, model)
         if engine == "ours" and gguf is not None and self._bits(gguf, model) == bits:
             return gguf
@@ -167,7 +167,8 @@ def start(
             "draft_tokens": given.draft_tokens,
             "temperature": given.temperature, "speculate": given.speculate}
     python = (given.openvino_python if engine == "openvino" else None) or sys.executable
-    extra = {"LLAMA_SERVER": str(given.llama_server)} if given.llama_server else {}
+    servers = {"LLAMA_SERVER": given.llama_server, "IK_LLAMA_SERVER": given.ik_llama_server}
+    extra = {name: str(server) for name, server in servers.items() if server}
     process = subprocess.Popen(
         [python, HERE / "workers.py", engine, json.dumps(spec)], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -354,6 +355,7 @@ def options(cores: int) -> argparse.Namespace:
     add("--out", type=Path, default=Path("compare"), help="for table and JSON")
     add("--openvino-python", type=Path, help="one that has openvino-genai and optimum-intel")
     add("--llama-server", type=Path, help="llama.cpp's server; llama-quantize lies beside it")
+    add("--ik-llama-server", type=Path, help="the server of ik_llama.cpp, a fork of llama.cpp")
     add("--plot", type=Path, help="bars with intervals: .png, .svg or .pdf")
     add("--texts", type=Path, help="texts for the KL divergence of the weights: gutenberg/*.txt, "
         "humaneval/HumanEval.jsonl.gz, mt_bench/question.jsonl")

