@@ -68,6 +68,19 @@ def test_the_target_samples_the_same_tokens(temperatures: tuple[float, ...]) -> 
         assert result[0, 1] == result[1, 2] == NO_TOKEN and (temperatures[2] or result[2, 5] == 0)
 
 
+@pytest.mark.parametrize("vocab", [12, 16, 100])
+def test_of_equally_likely_tokens_the_first_is_chosen(vocab: int) -> None:
+    """Wherever in a vector of numbers they are."""
+    dice = torch.Generator().manual_seed(vocab)
+    logits = torch.randint(3, (1, 64, vocab), generator=dice).bfloat16()
+    for row in range(60):                                       # two at any distance
+        logits[0, row, torch.randperm(vocab, generator=dice)[:2]] = 9
+    paths = Paths(paths_of([[1, 2]]).prefix, TokenTree.chain(torch.zeros(1, 64, dtype=torch.int64)))
+    first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    for ops in (CPU, TORCH):
+        assert torch.equal(sampler_of(Sampling(), ops=ops).sample(logits, paths), first)
+
+
 @pytest.mark.parametrize("vocab", [12, 100, 4096])
 @pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (0.7, 0.7, 0.7), (0.0, 0.4, 1.8)])
 def test_top_candidates_match_the_gumbel_race(temperatures: tuple[float, ...], vocab: int) -> None:

@@ -24,6 +24,7 @@ from draftproof.drafters.checkpoints import read_head, write_head
 from draftproof.drafters.medusa import NODES, Medusa, MedusaConfig, MedusaHead
 from draftproof.drafters.medusa_trees import CHOICES
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.native.kernels import kernels
 
 TEXTS = [[5, 1, 7, 2], [4, 4], [9, 8, 7, 6, 5]]
 both_forms = pytest.mark.parametrize("share", [True, False], ids=["shared", "own projections"])
@@ -259,3 +260,25 @@ def test_packed_heads_match_the_operators(share: bool, layers: int, known: int |
             tree = drafter.propose(asked)
             drafting.assert_well_formed(tree, asked)
             assert tree.tokens.shape == (3, 8) and bool(tree.present.all())
+
+
+@needs_kernels
+@pytest.mark.parametrize("known", [None, 40], ids=["all tokens", "a draft vocabulary"])
+def test_tokens_beyond_the_vocabulary_are_left_out(known: int | None) -> None:
+    """A projection may be padded: nothing is written beyond the logits of the last row."""
+    tables, dice = drafting.packed_target(), torch.Generator().manual_seed(0)
+    head = noisy_head(share=True, vocabulary=tables, layers=1)
+    if known is not None:
+        head.limit_vocabulary(torch.randperm(96, generator=dice)[:known], tables)
+    drafter, hidden = Medusa(head, tables), torch.randn(2, 64, generator=dice).bfloat16()
+    with torch.inference_mode():
+        wanted = logits_of(drafter, hidden, 3)
+    library, packed, vocab = kernels(), drafter.packed, 90
+    assert library is not None and packed is not None
+    blocks, layers, projection, token_map = packed
+    memory = torch.full((2 * 3 * vocab + 32,), 7.0).bfloat16()
+    logits = memory[:-32].view(2, 3, vocab)
+    work = hidden.new_empty(2 * 3 * (2 * 64 + projection.outputs))
+    library("heads", blocks, projection, token_map, hidden, logits, work, 2, 3, layers, vocab)
+    assert torch.equal(logits, wanted[..., :vocab])
+    assert bool((memory[-32:] == 7).all())

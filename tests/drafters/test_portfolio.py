@@ -182,6 +182,22 @@ def test_the_default_drafter_of_any_model_is_a_portfolio() -> None:
     assert texts(engine, prompts(3), max_new_tokens=20) == wanted
 
 
+def test_every_member_learns_whose_text_it_is() -> None:
+    """Whichever of them remembers texts, another owner is drafted nothing of it."""
+    for members in ((SuffixDrafter(), Says([[9]])), (Says([[9]]), SuffixDrafter())):
+        drafts = list[set[tuple[int, ...]]]()
+        portfolio = Portfolio(members)
+        for owner, text in ((1, [3, 4, 5, 6, 7]), (2, [3, 4]), (1, [3, 4])):
+            portfolio.start(1, 64, CPU)
+            portfolio.assign_owners([0], [owner])
+            portfolio.observe(commit_of([0], [text[:-1]]))
+            prefix = Prefix(torch.tensor([text]), torch.tensor([len(text) - 1]))
+            tree = portfolio.propose(Frontier(prefix, sampler_of(Sampling()), 4))
+            portfolio.observe(commit_of([0], [text[-1:]]))
+            drafts.append(set(drafted(tree)))
+        assert drafts[1] == {(9,)} and (5,) in drafts[2]
+
+
 def test_drafters_are_merged_by_their_names() -> None:
     """Heads among them; a portfolio's members are the whole's; a draft model cannot be one."""
     mine = load("demo", drafter="none")

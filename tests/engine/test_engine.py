@@ -213,13 +213,15 @@ def test_nested_timers_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options_of_one_row_do_not_affect_others() -> None:
     alone = Sampling(logprobs=True, max_new_tokens=9)
-    asked = [alone, replace(alone, top_logprobs=3, max_new_tokens=4)]
+    asked = [alone, replace(alone, top_logprobs=3, max_new_tokens=4), Sampling(max_new_tokens=6)]
     engine = Engine(target())
-    requests = engine.read(prompts(2, seed=3), sampling=asked)
-    with engine.scheduled(requests, 2) as scheduler:
+    requests = engine.read(prompts(3, seed=3), sampling=asked)
+    with engine.scheduled(requests, 3) as scheduler:
         while scheduler.has_unfinished_requests():
             scheduler.step()
-    assert [len(request.sequences[0].top_logprobs) for request in requests] == [0, 4]
+    assert [len(request.sequences[0].top_logprobs) for request in requests] == [0, 4, 0]
+    done = [request.completion(request.sequences[0]).logprobs for request in requests]
+    assert [None if scores is None else len(scores) for scores in done] == [9, 4, None]
 
 
 def test_a_warm_up_goes_on_after_an_end_token() -> None:

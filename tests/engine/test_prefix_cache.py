@@ -132,6 +132,18 @@ def test_hybrids_resume_from_states_at_chunk_borders(
         assert all(set(entry.states or {}) <= {128, 256, 384} for entry in (first, *others))
 
 
+def test_states_after_the_common_beginning_are_not_taken_over() -> None:
+    """They are of another text, and would be held with this one for nothing."""
+    target, text = Target(build_hybrid("convolutions")), [2 + n * n % 29 for n in range(400)]
+    engine = Engine(target)
+    engine.prefixes = PrefixCache(64 << 20)
+    engine.generate([text], max_new_tokens=1)
+    assert set(engine.prefixes.known[0].states or {}) == {128, 256, 384}
+    row = target.new_cache(1, 512)
+    count, states = engine.prefixes.reuse([*text[:200], *[7] * 100], row, 128)
+    assert count == 128 and set(states) == {128}
+
+
 @pytest.mark.needs_kernels
 def test_memory_has_a_limit_and_other_weights_are_not_mixed_up() -> None:
     model = load_model("demo")  # a module, whose weights may change

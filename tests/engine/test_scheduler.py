@@ -15,6 +15,7 @@ from tiny import target as tiny_target
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine, Request, Scheduler, Status, Update
+from draftproof.engine.load import load
 from draftproof.errors import BadInput, Unavailable
 from draftproof.model.target import Target
 
@@ -113,6 +114,19 @@ def test_a_request_that_needs_a_larger_batch_is_not_overtaken() -> None:
                           for new in (NEW, 80, 2))
     begun = list(dict.fromkeys(update.request.id for update in run(engine)))
     assert begun == [first.id, long.id, short.id]
+
+
+def test_none_overtakes_a_long_request_where_prompts_are_read_together() -> None:
+    """With our kernels, requests before and after the one that needs a larger batch could join at
+    once."""
+    engine = load("demo", drafter="none")
+    scheduler = engine.scheduler = engine.new_scheduler(3, 64, interleave=True)
+    first, long, short = (engine.add_request(PROMPTS[0], max_new_tokens=new)
+                          for new in (4, 80, 2))
+    scheduler.step()
+    assert long.status is short.status is Status.WAITING and first.status is not Status.WAITING
+    begun = list(dict.fromkeys(update.request.id for update in run(engine)))
+    assert begun.index(long.id) < begun.index(short.id)
 
 
 def test_requests_of_different_lengths_run_side_by_side() -> None:

@@ -150,6 +150,19 @@ def test_held_text_precedes_an_incomplete_final_character(stop: str | None) -> N
     assert state.text != " dog" and "".join(piece for piece, _ in state.pieces()) == state.text
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_stop_string_may_end_with_an_incomplete_final_character(aborted: bool) -> None:
+    """It says why the text ended, whatever else ended it in the same moment."""
+    codec = Codec(load_tokenizer(embedded("demo")))
+    tokens = [part for word in (" dog", "🐕") for part in codec.encode(word, special=False)][:-1]
+    asked = SamplingParams(Sampling(stop=["g\ufffd"]), 1)
+    state = SequenceState([1], asked, len(tokens) + aborted, codec.stream([1]))
+    state.extend(tokens, None, ())
+    if aborted:
+        state.abort()
+    assert (state.text, state.finish_reason, state.stop_string) == (" do", "stop", "g\ufffd")
+
+
 def test_end_tokens_the_model_does_not_know_are_harmless() -> None:
     plain, odd = (Sampling(temperature=1.0, **more)
                   for more in ({}, {"stop_tokens": [-1, VOCAB + 5], "min_new_tokens": 3}))

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 import draftproof
+from draftproof.cache.kv_cache import KVCache
+from draftproof.cache.kv_layer import LayerShape
 from draftproof.cache.source_cache import SourceCache
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
@@ -181,6 +183,21 @@ def test_rows_come_and_go_with_their_sources() -> None:
     for options in ({"drafter": "portfolio"}, {"assistant_model": near(model)}):
         done = load(model, **options).generate(asked, sampling=wants, batch_size=3)
         assert [completion.tokens for completion in done] == alone
+
+
+def test_sizes_of_sources_move_with_their_rows() -> None:
+    """A row sees its own source and no padding, wherever it moves."""
+    plain = KVCache.empty([LayerShape(1, 4, 4)], 3, 8, torch.float32, torch.device("cpu"))
+    cache = SourceCache.wrap(plain)
+    for row, size in enumerate((5, 2, 7)):
+        cache.put(row, [torch.full((1, 1, size, 4), float(size))] * 2)
+    cache.select([2, 1])
+    view = cache.rows(0, 2)
+    mask = view.source_mask()
+    assert view.source_sizes == [7, 2] and mask is not None and mask.sum(1).tolist() == [7, 2]
+    for store in cache.sources.stores:
+        assert store[0, 0, :, 0].tolist() == [7] * 7
+        assert store[1, 0, :, 0].tolist() == [2] * 2 + [0] * 5
 
 
 def test_lookup_drafters_search_the_source() -> None:

@@ -39,6 +39,7 @@ def _rules(base: list[int]) -> dict[str, dict[str, Any]]:
                                       "eos_token_id": third},
         "no end token is banned": {"bad_words_ids": [[third]], "eos_token_id": [END, third]},
         "forced first token": {"forced_bos_token_id": 7},
+        "forced end with the first token": {"forced_eos_token_id": 0},
         "forced end": {"forced_eos_token_id": [7, 8]},
         "min_length": {"min_length": 12, "eos_token_id": third},
         "min_new_tokens": {"min_new_tokens": 10, "eos_token_id": third},

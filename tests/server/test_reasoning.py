@@ -100,3 +100,5 @@ def test_a_prompt_may_open_it() -> None:
     assert is_open("<|assistant|><think>\n", THINK)
     assert not is_open("<think>\n\n</think>\n\n", THINK) and not is_open("Hello", THINK)
     assert not is_open("<|start|>assistant", CHANNELS)
+    earlier = "<think>First.</think>4<|user|>And now?<|assistant|>"
+    assert is_open(f"{earlier}<think>\n", THINK) and not is_open(earlier, THINK)

@@ -382,10 +382,19 @@ def test_a_failed_round_affects_only_its_requests(
 def test_a_timed_out_request_returns_504(
     server: Any, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And what nobody waits for is no longer written."""
+    queue, ended = server.queue, list[object]()
+    abort = queue.abort
+
+    def noted(request: Any, drafter: str = "") -> None:
+        ended.append(request)
+        abort(request, drafter)
+
+    monkeypatch.setattr(queue, "abort", noted)
     monkeypatch.setattr(server.first, "limits", replace(server.first.limits, timeout=0.0))
     with pytest.raises(openai.APIStatusError, match="more than 0 seconds") as told:
         client.completions.create(model="demo", prompt=PROMPTS[0])
-    assert told.value.status_code == 504
+    assert told.value.status_code == 504 and ended
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 2])

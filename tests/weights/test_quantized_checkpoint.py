@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import CHECKPOINTS, GPTQ, group_config, save, save_gpt_oss
+from quantized_checkpoints import CHECKPOINTS, GPTQ, group_config, save, save_gpt_oss, words_of
 from safetensors.torch import load_file, save_file
 
 import draftproof as dp
@@ -20,6 +20,7 @@ from draftproof.native.kernels import kernels
 from draftproof.weights.block_linear import BlockLinear
 from draftproof.weights.quantized_checkpoint import QuantizedSource, layout_of
 from draftproof.weights.quantized_layouts import Layout, Parts, read_module
+from draftproof.weights.stored_codes import Codes
 
 PROJECTION = "model.layers.1.mlp.down_proj"
 
@@ -190,6 +191,23 @@ def test_experts_of_gpt_oss_are_unpacked_from_mxfp4(tmp_path: Path) -> None:
         assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
     engine = dp.load(tmp_path, drafter="none", device="cpu")
     assert "mxfp4" in paths(engine.target)["weights"]
+
+
+def test_packed_zero_points_of_a_number_of_outputs_that_fills_no_word() -> None:
+    """Eight are in a word: the last of 12 outputs share theirs with padding."""
+    dice = torch.Generator().manual_seed(0)
+    codes, zeros = (torch.randint(16, (12, size), generator=dice) for size in (64, 2))
+    scales = 1 + torch.rand(12, 2, generator=dice)
+    padded = torch.nn.functional.pad(zeros, (0, 0, 0, 4))
+    stored = {
+        "weight_packed": words_of(codes.T, 4).T, "weight_scale": scales,
+        "weight_shape": torch.tensor([12, 64]), "weight_zero_point": words_of(padded, 4),
+    }  # fmt: skip
+    parts = Parts("part", {f"part.{kind}": tensor for kind, tensor in stored.items()}.get)
+    values = read_module(parts, Layout())
+    assert isinstance(values, Codes)
+    groups = torch.arange(64) // 32
+    assert torch.equal(values.values(), (codes - zeros[:, groups]) * scales[:, groups])
 
 
 def test_tiles_of_scales_are_cut_at_the_edges_of_a_matrix() -> None:
