@@ -163,6 +163,7 @@ static int64_t describe(Part *part, const Linear *layer, const bf16 *inputs, bf1
 #endif
     of->stretch = (of->count + of->block - 1) / of->block * of->block;
     of->chunks = (rows + most - 1) / most;
+    if (!TILES && of->chunks == 1) part->together = 1;      /* as above */
     return (2 * rows + rows * of->stretch * of->width + LANES - 1) / LANES * LANES;
 }
 
