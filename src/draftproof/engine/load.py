@@ -47,6 +47,7 @@ from draftproof.errors import (
 from draftproof.gguf.file import GGUFFile
 from draftproof.model import loading, variants
 from draftproof.model.names import is_import
+from draftproof.model.native_load import NativeFolder
 from draftproof.model.native_model import NativeModel
 from draftproof.model.parallel import ProcessGroup, form_group
 from draftproof.model.target import Target, target_of
@@ -93,12 +94,13 @@ def build(config: EngineConfig) -> Engine:
     doing(f"reading {_shown(config.model)}")
     with group.raise_on_rank_failure():
         native = native_source(config.model, config)
+        codec_later = _codec_of_files(config, native)
         if native is not None:
-            codec = codec_of(config.tokenizer, config.model, None, config.trust_remote_code)
-            target = native_target(native, config, codec)
+            assert codec_later is not None
+            target = native_target(native, config, codec_later.result)
+            codec = codec_later.result()
         else:
             packs = not config.compile and config.quantize is None
-            codec_later = _codec_of_file(config)
             loaded = open_model(config.model, config, packs=packs, group=group)
             doing("comparing it with transformers' own forward")
             target = target_of(loaded, kv_cache=config.kv_cache, group=group)
@@ -141,12 +143,16 @@ def build(config: EngineConfig) -> Engine:
     )  # fmt: skip
 
 
-def _codec_of_file(config: EngineConfig) -> Future[Codec | None] | None:
-    """The tokenizer of a GGUF file, built while another thread reads the weights; None for other
-    models."""
-    if not isinstance(config.model, (str, Path)) or not GGUFFile.recognises(config.model):
+def _codec_of_files(
+    config: EngineConfig, native: NativeFolder | None
+) -> Future[Codec | None] | None:
+    """The tokenizer of a GGUF file, or of a folder for our own forward, built while another thread
+    reads the weights; None for other models."""
+    is_file = isinstance(config.model, (str, Path)) and GGUFFile.recognises(config.model)
+    if not (is_file or native is not None):
         return None
-    GGUFFile.open(config.model)                         # once, for both
+    if is_file:
+        GGUFFile.open(config.model)                     # once, for both
     kernels()                   # it opens many files, and each would wait for the other thread
     pool = ThreadPoolExecutor(1)
     future = pool.submit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,18 +49,27 @@ def native_source(model: str | Path | PreTrainedModel, config: EngineConfig) -> 
                          trust_remote_code=config.trust_remote_code)
 
 
-def native_target(native: NativeFolder, config: EngineConfig, codec: Codec | None) -> Target:
-    """The target of such a folder, quantised while it is read if that was asked for."""
+def native_target(
+    native: NativeFolder, config: EngineConfig, codec: Callable[[], Codec | None]
+) -> Target:
+    """The target of such a folder, quantised while it is read if that was asked for. codec: returns
+    the tokenizer, which is needed last."""
     if config.quantize is None:
         return target_of(native.model(), kv_cache=config.kv_cache)
     doing(f"quantising to {config.quantize}")
+    own = config.tokenizer is None                      # then the files determine the text
     model, cost = quantized_and_compared(
-        native.settings, native.source, config.quantize, passage_of(codec, 1 << 20),
+        native.settings, native.source, config.quantize, lambda: passage_of(codec(), 1 << 20),
         dtype=native.dtype, name=native.name,
+        text_key=PASSAGE if own else _ids(passage_of(codec(), 1 << 20)),
     )  # fmt: skip
     target = target_of(model, kv_cache=config.kv_cache)
     target.quantization = cost
     return target
+
+
+def _ids(text: Tensor | None) -> list[int] | None:
+    return None if text is None else text.tolist()
 
 
 def passage_of(codec: Codec | None, context: int) -> Tensor | None:

@@ -6,7 +6,7 @@ released. The packed layers and the result of the comparison are kept in the cac
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,8 +60,8 @@ class KeptSource:
 
 
 def quantized_and_compared(
-    settings: dict[str, object], source: TensorSource, kind: str, text: Tensor | None,
-    *, dtype: torch.dtype, name: str,
+    settings: dict[str, object], source: TensorSource, kind: str,
+    text: Callable[[], Tensor | None], *, dtype: torch.dtype, name: str, text_key: object = None,
 ) -> tuple[NativeModel, Quantization]:  # fmt: skip
     """A quantised native model, and the cost of quantising it.
 
@@ -69,9 +69,11 @@ def quantized_and_compared(
         settings: The configuration.
         source: The original weights.
         kind: "int8" or "int4".
-        text: [S] token ids for the comparison; None: no comparison.
+        text: Returns [S] token ids for the comparison, or None for no comparison. It is called once
+            the model is quantised, so a tokenizer may be loaded in the meantime.
         dtype: The dtype of computation.
         name: The folder or file, by which earlier results are found.
+        text_key: What the text depends on, besides the files.
 
     Raises:
         BadInput: The kind is not available on a CPU.
@@ -81,14 +83,14 @@ def quantized_and_compared(
             "8-bit floats are emulated on a CPU, far slower than bfloat16; choose int8 or int4"
             if kind == "fp8" else f"quantize was {kind!r}; choose one of {', '.join(KINDS)}"
         )
-    place = kept_of_files(name, kind, None if text is None else text.tolist(), str(dtype))
+    place = kept_of_files(name, kind, text_key, str(dtype))
     known, packed = place.read(), source.with_kind(kind)
     if known is not None:
         kept = KeptSource(packed, known["layers"])
         return NativeModel(settings, kept, dtype=dtype, name=name), Quantization(*known["cost"])
     with place.save_if_slow(wait=False) as facts:
         model = NativeModel(settings, packed, dtype=dtype, name=name)
-        cost = _compared(model, source, kind, text)
+        cost = _compared(model, source, kind, text())
         facts["cost"] = tuple(cost)
         facts["layers"] = {name: layer.state for name, layer in model.named_linears.items()
                            if isinstance(layer, QuantizedLinear)}

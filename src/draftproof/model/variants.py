@@ -46,8 +46,9 @@ def quantized(
         from draftproof.model.native_quantize import quantized_and_compared as native
 
         model, cost = native(
-            target.model.config.settings, target.model.source, kind, text,
+            target.model.config.settings, target.model.source, kind, lambda: text,
             dtype=target.dtype, name=target.model.config.name_or_path,
+            text_key=None if text is None else text.tolist(),
         )  # fmt: skip
         return _with(target.with_model(model), cost)
     from draftproof.weights.quantize import quantized_and_compared

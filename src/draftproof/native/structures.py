@@ -184,16 +184,24 @@ def reach(places: Tensor | None, steps: int = 1) -> int:
     return int(places.max()) + steps
 
 
-def interleaved(weight: Tensor, fold: int) -> Tensor:
+def interleaved(weight: Tensor | Sequence[Tensor], fold: int) -> Tensor:
     """[outputs / 32, inputs / fold, 32, fold] a weight [outputs, inputs], rounded up with zeros, as
-    the kernels read it."""
-    outputs, inputs = weight.shape
-    padded = F.pad(weight, (0, -inputs % (WORDS * fold), 0, -outputs % STRIP)).contiguous()
-    # `fold` numbers are one word
-    words = padded.view(torch.int32).view(len(padded) // STRIP, STRIP, -1).transpose(1, 2)
-    packed = torch.empty(words.shape, dtype=torch.int32)
-    result = enlarge(packed.view(weight.dtype).view(len(packed), -1, STRIP, fold))
-    packed.copy_(words)
+    the kernels read it. Of several weights, the outputs are joined in order."""
+    parts = [weight] if isinstance(weight, Tensor) else [*weight]
+    if any(len(part) % STRIP for part in parts[:-1]):
+        parts = [torch.cat(parts)]
+    inputs, strips = parts[0].shape[1], sum(-(-len(part) // STRIP) for part in parts)
+    more = -inputs % (WORDS * fold)
+    packed = torch.empty(strips, (inputs + more) // fold, STRIP, dtype=torch.int32)
+    result = enlarge(packed.view(parts[0].dtype).view(strips, -1, STRIP, fold))
+    first = 0
+    for part in parts:
+        if more or len(part) % STRIP:                           # padding copies in any case
+            part = F.pad(part, (0, more, 0, -len(part) % STRIP))
+        # `fold` numbers are one word
+        words = part.contiguous().view(torch.int32).view(len(part) // STRIP, STRIP, -1)
+        packed[first : first + len(words)].copy_(words.transpose(1, 2))
+        first += len(words)
     return result
 
 

@@ -97,9 +97,8 @@ class PackedLinear(JointLinear):
 
     def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
         """Pack weights [outputs, inputs], whose outputs are joined in order, and their bias."""
-        weight = torch.cat([*weights]) if len(weights) > 1 else weights[0]
-        super().__init__(weight.shape[1], len(weight), bias)
-        self.weight = interleaved(weight, 2)
+        super().__init__(weights[0].shape[1], sum(map(len, weights)), bias)
+        self.weight = interleaved(weights, 2)
         self.connect()
 
     @classmethod
