@@ -254,7 +254,7 @@ def test_a_node_sees_the_committed_text_and_its_ancestors(
 
 
 @any_cache
-def test_a_read_sees_its_own_last_slot_wherever_it_ends(kind: str | None) -> None:
+def test_attention_mask_covers_the_last_slot_at_every_length(kind: str | None) -> None:
     """Also where that is the first of 64 more: slot by slot, and in reads of several nodes."""
     ours = of_kind(kind)
     for nodes in (1, 2, 5):

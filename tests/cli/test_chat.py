@@ -18,7 +18,7 @@ Call = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
+def chat_model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     model = tmp_path_factory.mktemp("chat") / "talker"
     shutil.copytree(dp.embedded("demo"), model)
     template = "{% for one in messages %}{{ one.content }}\n{% endfor %}"
@@ -26,30 +26,33 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(model)
 
 
-def test_commands_answer_and_leave(call: Call, talker: str) -> None:
-    answer = call("chat", talker, "--max-new-tokens", "3", stdin="/reset\n/hepl\nexit\nTom was")
+def test_commands_answer_and_leave(call: Call, chat_model_folder: str) -> None:
+    lines = "/reset\n/hepl\nexit\nTom was"
+    answer = call("chat", chat_model_folder, "--max-new-tokens", "3", stdin=lines)
     assert answer.code == 0 and answer.out == ""
     assert "the conversation is forgotten" in answer.err and "no command /hepl" in answer.err
     assert "--system" in answer.err and "talker" in answer.err
 
 
-def test_reset_keeps_the_system_message(call: Call, talker: str) -> None:
-    chat = ("chat", talker, "--system", "Once upon a time there was a big red ball.",
+def test_reset_keeps_the_system_message(call: Call, chat_model_folder: str) -> None:
+    chat = ("chat", chat_model_folder, "--system", "Once upon a time there was a big red ball.",
             "--max-new-tokens", "9")
     after_reset, first = (call(*chat, stdin=lines).out
                           for lines in ("Lily and Sam went\n/reset\nTom was", "Tom was"))
     assert first.strip() and after_reset.endswith("\n" + first)
 
 
-def test_an_answer_ends_where_the_context_asked_for_is_full(call: Call, talker: str) -> None:
-    answer = call("chat", talker, "--max-model-len", "24", stdin="Tom was")
+def test_an_answer_ends_where_the_context_asked_for_is_full(
+    call: Call, chat_model_folder: str
+) -> None:
+    answer = call("chat", chat_model_folder, "--max-model-len", "24", stdin="Tom was")
     chat = [{"role": "user", "content": "Tom was"}]
-    (done,) = dp.load(talker).generate([chat], sampling=Sampling(max_length=24))
+    (done,) = dp.load(chat_model_folder).generate([chat], sampling=Sampling(max_length=24))
     assert done.finish_reason == "length"
     assert answer.out.split() == done.text.split()
 
 
-def test_a_path_is_text() -> None:
+def test_a_line_starting_with_a_path_is_not_a_command() -> None:
     assert _is_command("/rest") and _is_command("/stat")
     assert not any(map(_is_command, ("/etc/hosts is what?", "/tmp", "/usr/bin", "a /reset")))
 

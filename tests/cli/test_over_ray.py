@@ -48,7 +48,7 @@ def test_no_rows_are_lost_if_a_worker_dies_and_errors_read_the_same(
     whole, killed, once = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl", tmp_path / "once"
     complete = over_ray.Writer.complete
 
-    def fragile(self: over_ray.Writer, lines: Sequence[Any]) -> Any:
+    def write_then_kill_once(self: over_ray.Writer, lines: Sequence[Any]) -> Any:
         if lines[0].index >= 4 and not once.exists():   # in the middle, the first who comes
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +58,7 @@ def test_no_rows_are_lost_if_a_worker_dies_and_errors_read_the_same(
         assert call(*args(target, rows, whole)).code == 0
         refused(*args("/no/such/folder", rows, tmp_path / "none.jsonl", "--ray", "1"),
                 words=["there is no folder /no/such/folder"])
-        methods = {"__init__": over_ray.Writer.__init__, "complete": fragile}
+        methods = {"__init__": over_ray.Writer.__init__, "complete": write_then_kill_once}
         monkeypatch.setattr(over_ray, "Writer", type("Writer", (), methods))
         answer = call(*args(target, rows, killed, "--ray", "2"))
     finally:

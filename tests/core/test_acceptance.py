@@ -134,7 +134,7 @@ def test_ragged_rows_equal_their_shorter_chains(rule) -> None:
         assert not any(wide.confidence[present:])
 
 
-def test_nothing_left_of_the_draft_distribution_ends_a_family() -> None:
+def test_siblings_outside_the_draft_support_are_never_accepted() -> None:
     """Siblings beyond the support of q never stand, and what comes then is the residual, not q."""
     tree = TokenTree.shaped(torch.tensor([[0, 1, 2]]), TreeShape.branching((2,)),
                             distributions([0, 0, 0], [0, 1, 0], [0, 1, 0]))

@@ -23,7 +23,7 @@ ALARM = 1e-6
 SEEDS = [0, 1, -1, 2**31, -(2**31), 2**40 + 7, 2**63 - 1, -(2**63), 0xDEADBEEF]
 
 
-def surprise(counts: Tensor, distribution: Tensor) -> float:
+def chi_square_p_value(counts: Tensor, distribution: Tensor) -> float:
     """Chi-square p-value of `counts` under `distribution`."""
     expected = distribution.double() * counts.sum()
     return float(chi2.sf(float(((counts - expected) ** 2 / expected).sum()), counts.numel() - 1))
@@ -99,7 +99,7 @@ def test_noise_keys_are_distinct() -> None:
 
 def test_uniforms_are_uniform_and_never_0_or_1() -> None:
     coins = noise.uniform(streams(range(300), Role.ACCEPT, range(300))).flatten()
-    assert surprise(torch.histc(coins, 100, 0, 1), torch.full((100,), 0.01)) > ALARM
+    assert chi_square_p_value(torch.histc(coins, 100, 0, 1), torch.full((100,), 0.01)) > ALARM
     extremes = noise._unit(torch.tensor([0, -1, 2**31 - 1, -(2**31)], dtype=torch.int32))
     assert (extremes > 0).all() and (extremes < 1).all()
 
@@ -115,14 +115,14 @@ def test_gumbel_race_draws_from_softmax_without_replacement(
                   streams([3], Role.DRAFT, range(200_000))):
         first, second = (scores + noise.gumbel(keyed, 12)).topk(2, -1).indices.unbind(-1)
         counts = torch.bincount(first.flatten(), minlength=12)
-        assert surprise(counts, distribution) > ALARM
+        assert chi_square_p_value(counts, distribution) > ALARM
         other = (scores * 1.1 + torch.arange(12) * 0.01).softmax(-1)
-        assert surprise(counts, other) < ALARM, "control"
+        assert chi_square_p_value(counts, other) < ALARM, "control"
         pairs = torch.bincount((first * 12 + second).flatten(), minlength=144)
         before = distribution[:, None]
         wanted = (before * distribution / (1 - before)).fill_diagonal_(0).flatten()
         assert pairs[wanted == 0].sum() == 0
-        assert surprise(pairs[wanted > 0], wanted[wanted > 0]) > ALARM
+        assert chi_square_p_value(pairs[wanted > 0], wanted[wanted > 0]) > ALARM
 
 
 def test_streams_are_independent() -> None:
@@ -150,5 +150,5 @@ def test_streams_are_independent() -> None:
         apart = correlation(first.exp().reciprocal(), other.exp().reciprocal())
         assert abs(apart) < 5.5 / math.sqrt(count), shift
         cells = (eighth(first) * 8 + eighth(other)).bincount(minlength=64)
-        assert surprise(cells, torch.full((64,), 1 / 64)) > ALARM, shift
+        assert chi_square_p_value(cells, torch.full((64,), 1 / 64)) > ALARM, shift
     assert correlation(first, first + draws(seed=1)) > 0.5, "control"

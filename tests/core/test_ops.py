@@ -38,7 +38,7 @@ TEXTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 5, 6, 7, 5, 6, 7, 5, 6]]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 30, 99])
-def test_a_pool_grows_into_the_tree_of_its_likeliest_nodes(nodes: int) -> None:
+def test_likeliest_tree_kernel_matches_the_operator(nodes: int) -> None:
     dice = torch.Generator().manual_seed(nodes)
     for size in (1, 2, 9, 40):
         tokens, parents, confidence = pools(dice, 3, size)

@@ -227,7 +227,7 @@ def test_a_malformed_setting_is_reported_in_one_sentence(tmp_path: Path) -> None
         dp.load(deep().model, drafter=str(folder))
 
 
-def test_a_tensor_too_much_is_refused(tmp_path: Path) -> None:
+def test_unexpected_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DrafterMismatch, match="which is not supported"):
         loaded(written(tmp_path, weights(second=True)))
 

@@ -129,7 +129,7 @@ PER_DEPTH = {"mc_sim_7b_63": [10, 28, 23, 2], "vicuna_7b_stage2": [10, 23, 23, 7
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_published_sets_are_trees_of_which_a_smaller_budget_takes_the_first(name: str) -> None:
+def test_smaller_budgets_use_a_prefix_of_the_published_tree(name: str) -> None:
     paths, stage = CHOICES[name], Scene(noisy_head(4), Sampling(), tree=name)
     assert len(paths) == len(set(paths)) == 63 and max(map(max, paths)) == 9
     assert [sum(len(path) == depth for path in paths) for depth in (1, 2, 3, 4)] == PER_DEPTH[name]

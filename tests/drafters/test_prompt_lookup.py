@@ -92,7 +92,7 @@ def test_a_tree_holds_the_likeliest_of_several_continuations() -> None:
     assert branched > 30, "no tree had two branches: it tests chains"
 
 
-def test_rows_do_not_see_each_other_nor_what_lies_after_their_text() -> None:
+def test_rows_are_isolated_and_ignore_padding() -> None:
     texts = [text for text, _, _ in cases()[10:16]]
     together = PromptLookup().propose(frontier(texts, 5, True, seed=1))
     again = PromptLookup().propose(frontier(texts, 5, True, seed=2, longest=True))

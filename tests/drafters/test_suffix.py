@@ -92,7 +92,7 @@ def test_a_row_reads_what_another_row_writes() -> None:
     assert tree.tokens[1].tolist() == [6, 7, 8]
 
 
-def test_frequent_before_recent_and_own_before_other_texts() -> None:
+def test_ranking_prefers_frequency_over_recency_and_own_text_over_others() -> None:
     drafter = started()
     for text in ([4, 5], [4, 5], [4, 5], [4, 6]):
         drafter.observe(commit_of([0], [text]))
@@ -111,7 +111,7 @@ def _of_any(drafter: SuffixDrafter, text: Text) -> TokenTree:
     return drafter.propose(Frontier(prefix, sampler_of(Sampling()), 4))
 
 
-def test_the_oldest_is_forgotten_and_memory_stays_what_it_is() -> None:
+def test_oldest_texts_are_evicted_and_memory_use_is_constant() -> None:
     """Requests go on for ever, the store does not grow: the latest are known, the first are not."""
     drafter, sizes = started(3 * (CAPACITY + 3), 1), set()
     told = [[10 * n + 5, 10 * n + 6, 10 * n + 7] for n in range(12)]

@@ -46,7 +46,7 @@ def inside(engine: Engine) -> Texts:
     return [end(stream), short, last]
 
 
-def left_half_way(engine: Engine) -> Texts:
+def with_unfinished_streams(engine: Engine) -> Texts:
     """A stream and a batch that nobody reads to the end, and that are still there."""
     stream, batch = engine.stream(LAST), engine.as_completed([SHORT, LONG, LAST], batch_size=2)
     next(stream), next(stream), next(batch)
@@ -68,7 +68,7 @@ def two_threads(engine: Engine) -> Texts:
 def test_texts_that_run_at_the_same_time(drafter: str) -> None:
     engine = Engine(target(), DRAFTERS[drafter](target()))
     alone = generated(engine, LONG, SHORT, LAST)
-    for way in (in_turn, inside, left_half_way, two_threads):
+    for way in (in_turn, inside, with_unfinished_streams, two_threads):
         assert way(engine) == alone, way.__name__
 
 

@@ -52,11 +52,11 @@ def test_statistics_report_the_distance_of_the_text(setup: str) -> None:
             told += probability * (done.stats.distance or 0.0)
         plans = torch.cat([plan for _, plan in outcomes.others]) if outcomes.others else plans[:0]
     assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
-    wanted = strayed(distribution, own_distribution, 4)
+    wanted = expected_distance(distribution, own_distribution, 4)
     assert told == pytest.approx(wanted, abs=1e-12) and told > 0.05
 
 
-def strayed(
+def expected_distance(
     distribution: dict[tuple[int, ...], float], target: Any, length: int, vocab: int = 3
 ) -> float:
     """The expected sum of the distances of next-token distributions, from the distribution of whole

@@ -94,7 +94,7 @@ def test_a_quantised_draft_never_changes_the_text() -> None:
 
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels for 8 bits here")
-def test_a_named_draft_model_has_8_bits_where_it_says_nearly_the_same(
+def test_named_draft_models_are_quantised_to_int8_if_predictions_barely_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def drafts(named: Any, **how: Any) -> tuple[bool, list[str]]:

@@ -134,7 +134,7 @@ def test_every_rule_passes_the_emulation(name: str, rule: str) -> None:
     assert not engine.shapes.closed, "the engine itself is left as it was"
 
 
-def test_wishes_and_a_budget_that_chooses_pass_the_emulation() -> None:
+def test_sampling_options_and_adaptive_budget_pass_the_emulation() -> None:
     """Penalties and bans copy nothing to the device in a round, and write through no view. With
     several sizes, pauses included, there are at most three graphs of a part for each."""
     wish = Sampling(temperature=0.8, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3,

@@ -67,7 +67,7 @@ def test_a_draft_of_smaller_context_only_drafts_worse() -> None:
 
 
 @pytest.fixture(scope="module")
-def spoken() -> tuple[Target, Codec]:
+def model_with_the_demo_tokenizer() -> tuple[Target, Codec]:
     """A random model that speaks the embedded tokenizer."""
     codec = Codec(load_tokenizer(embedded("demo")))
     return target("llama", vocab_size=len(codec.tokenizer)), codec
@@ -84,10 +84,12 @@ def _cut(codec: Codec, prompt: list[int], tokens: list[int], stops: list[str]) -
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_stop_strings_end_the_text_across_rounds(spoken: tuple[Target, Codec], seed: int) -> None:
+def test_stop_strings_end_the_text_across_rounds(
+    model_with_the_demo_tokenizer: tuple[Target, Codec], seed: int
+) -> None:
     """The first to be complete, in one token, in many, or across a round's border; chunks of a
     stream join to the same text, and hold back what may begin a stop string."""
-    ours, codec = spoken
+    ours, codec = model_with_the_demo_tokenizer
     want, prompt = Sampling(temperature=0.8, seed=seed), codec.encode("Once upon a time")
     (whole,) = Engine(ours, codec=codec).generate([prompt], max_new_tokens=24, sampling=want)
     oracle = Oracle({tuple(prompt): whole.tokens})
@@ -140,7 +142,7 @@ def test_a_special_token_that_ends_nothing_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize("stop", ["g zzz", " dog zzz", "\ufffdzzz", "zzz", None])
-def test_held_text_precedes_an_incomplete_final_character(stop: str | None) -> None:
+def test_withheld_text_is_released_before_a_truncated_character(stop: str | None) -> None:
     codec = Codec(load_tokenizer(embedded("demo")))
     tokens = [part for word in (" dog", "🐕") for part in codec.encode(word, special=False)][:-1]
     asked = SamplingParams(Sampling(stop=[stop] if stop else []), 1)

@@ -106,7 +106,7 @@ def test_a_wrong_draft_distribution_is_seen() -> None:
     assert p_value(Boastful(draft()), "block", budget=3) < ALARM
 
 
-def test_drawing_pays() -> None:
+def test_rejection_and_block_accept_more_than_matching() -> None:
     """Block accepts at least what rejection does, and rejection more than matching."""
     rates = {}
     for rule in ("match", "rejection", "block"):

@@ -54,7 +54,7 @@ def test_a_file_gives_the_logits_of_its_model(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["llama3", "llama4"])
-def test_factors_of_frequencies_are_the_rule_that_made_them(name: str, tmp_path: Path) -> None:
+def test_rope_factors_restore_the_original_rope_parameters(name: str, tmp_path: Path) -> None:
     """Factors without their rule would end texts at the model's context."""
     original = gguf_models.tiny(name)
     model = model_of(GGUFFile.open(gguf_models.save(original, tmp_path / "model.gguf")))

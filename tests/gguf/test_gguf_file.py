@@ -171,7 +171,7 @@ def test_strings_that_are_no_text_are_refused_when_they_are_read(tmp_path: Path)
         list(words)
 
 
-def test_mutated_files_are_read_within_themselves_or_refused(tmp_path: Path) -> None:
+def test_mutated_files_never_cause_out_of_bounds_reads(tmp_path: Path) -> None:
     """Bytes, lengths and counts of a sound file are changed at random."""
     whole, chance = sound(tmp_path / "whole.gguf").read_bytes(), random.Random(7)
     path, opened, words = tmp_path / "changed.gguf", 0, (0, 1, 255, 1 << 31, 1 << 63, (1 << 64) - 1)
@@ -195,7 +195,7 @@ def test_mutated_files_are_read_within_themselves_or_refused(tmp_path: Path) -> 
     assert opened > 50
 
 
-def test_a_large_vocabulary_costs_no_work_per_token_but_a_step(tmp_path: Path) -> None:
+def test_vocabulary_strings_are_decoded_lazily(tmp_path: Path) -> None:
     """Strings are decoded when they are read, not when the file is opened."""
     strings = struct.pack("<IQ", 8, 200_000) + string("a token") * 200_000
     (tmp_path / "model.gguf").write_bytes(raw([key("words", 9, strings)], []))

@@ -49,7 +49,7 @@ def test_every_field_is_checked() -> None:
     assert {*HONOURED, *REFUSED, *UNREACHED} == {*GenerationConfig().to_dict()}
 
 
-def one_choice(**asked: Any) -> dict[str, Any]:
+def single_choice_settings(**asked: Any) -> dict[str, Any]:
     """What a sampled call needs to have one text only, and fields to have an effect."""
     alone = {"top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
     if {"do_sample", "temperature"} & {*asked}:
@@ -65,7 +65,7 @@ def one_choice(**asked: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", HONOURED)
 def test_fields_behave_as_in_transformers(name: str) -> None:
     asked = {name: HONOURED[name]}
-    theirs, ours = both(model(), IDS, **{**one_choice(**asked), **asked})
+    theirs, ours = both(model(), IDS, **{**single_choice_settings(**asked), **asked})
     if torch.is_tensor(theirs):
         assert torch.equal(theirs, ours)
         return

@@ -60,7 +60,7 @@ def test_greedy_tokens_match_transformers(family: str) -> None:
     ("mamba", "cache_params", r"cache(_params)? of a text"),
     ("gemma3", "mm_encoder_outputs", "an image or a video"),
 ])  # fmt: skip
-def test_what_some_models_are_handed_next_to_a_text_is_taken_empty(
+def test_default_multimodal_inputs_are_accepted_and_real_ones_refused(
     name: str, text: str, refused: str
 ) -> None:
     mine, ids = tiny(name), torch.tensor([[5, 6, 7, 8, 5, 6]])
@@ -236,7 +236,7 @@ def test_unsupported_arguments_are_refused_by_name(asked: dict[str, Any], word: 
         model().generate(**how, **OURS)
 
 
-def test_a_cache_is_taken_empty_and_refused_with_a_text() -> None:
+def test_empty_past_key_values_are_accepted_and_filled_ones_refused() -> None:
     module, inputs = model(), batch(1)
     cache = DynamicCache(config=module.config)
     theirs, _ = both(module, inputs)

@@ -101,14 +101,14 @@ def test_a_processor_that_writes_in_place_leaves_the_logits_alone() -> None:
 @pytest.mark.parametrize(("criterion", "new"), [
     (MaxLengthCriteria(batch(2)["input_ids"].shape[1] + 5), 5), (MaxTimeCriteria(0.0), 1),
 ], ids=["length", "time"])  # fmt: skip
-def test_criteria_of_the_caller_go_before_those_of_the_configuration(
+def test_stopping_criteria_of_the_caller_take_precedence(
     criterion: Any, new: int
 ) -> None:
     result = texts(model(), stopping_criteria=StoppingCriteriaList([criterion]), **OURS)
     assert result.shape[1] == batch(2)["input_ids"].shape[1] + new
 
 
-def test_arguments_are_checked_as_ever() -> None:
+def test_arguments_are_validated_as_by_transformers() -> None:
     for wrong in ("foo", "do_samples"):
         with pytest.raises(ValueError, match=wrong):
             texts(model(), **{wrong: True}, **OURS)

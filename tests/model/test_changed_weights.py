@@ -164,7 +164,7 @@ PARTS = [own_mlp, wrapped_mlp, wrapped_attention, wrapped_norm, wrapped_embeddin
 @pytest.mark.parametrize("family, dtype", [
     ("llama", torch.float32), ("qwen3", torch.float32), ("llama", torch.bfloat16),
 ])  # fmt: skip
-def test_a_part_or_a_number_of_the_users_own_is_honoured(
+def test_user_modified_modules_and_constants_take_effect(
     family: str, dtype: torch.dtype, change: Callable[[Any], None]
 ) -> None:
     ours, ids = fresh(family).to(dtype), torch.tensor([PROMPT])
@@ -181,7 +181,9 @@ def test_a_part_or_a_number_of_the_users_own_is_honoured(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("size", [30, 50])
-def test_another_vocabulary_is_refused_and_followed_by_the_drop_in(family: str, size: int) -> None:
+def test_resized_vocabulary_is_refused_by_engine_but_accepted_by_custom_generate(
+    family: str, size: int
+) -> None:
     model, ids = fresh(family).float(), torch.tensor([PROMPT])
     engine = load(model)
     how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}

@@ -93,7 +93,7 @@ def test_gaudi_devices_use_their_own_module(
         assert result.dtype_for(dtype) == torch.bfloat16
 
 
-def test_a_bridge_that_does_not_load_is_named(
+def test_device_plugin_import_errors_name_the_plugin(
     gaudi: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "habana_frameworks.torch.core", None)

@@ -13,12 +13,12 @@ from draftproof.native.build import Library
 
 
 @needs_kernels
-def test_our_kernels_are_named_where_they_read() -> None:
+def test_diagnosis_reports_our_kernels_when_they_are_used() -> None:
     told = paths(packed_target())
     assert "kernels, a read in one call" in told["layers"] and "up to 64 nodes" in told["attention"]
 
 
-def test_what_would_change_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diagnosis_says_how_to_get_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh("llama").float()
     told = paths(Target(model))["layers"]
     assert "short forward" in told and ("--dtype bfloat16" in told or module.kernels() is None)

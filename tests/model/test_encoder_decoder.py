@@ -148,7 +148,7 @@ def test_generate_of_transformers_writes_the_same(kind: str) -> None:
         assert torch.equal(torch.stack(scored.scores, 1).argmax(-1), theirs[:, 1:])
 
 
-def test_what_generation_config_asks_for_sees_the_decoders_text_or_the_encoders() -> None:
+def test_generation_config_processors_see_the_right_encoder_or_decoder_text() -> None:
     model = made("Bart")
     asked = prompts(model)[:2]
     model.generation_config.update(
@@ -174,7 +174,7 @@ def test_the_encoder_runs_once_and_a_draft_model_shares_it() -> None:
     assert len(calls) == 9, "another encoder reads for itself"
 
 
-def test_rows_come_and_go_with_their_sources() -> None:
+def test_encoder_outputs_follow_rows_that_join_and_leave() -> None:
     model = made("Bart")
     asked = [*prompts(model), *([token + 1] * 3 for token in (9, 20, 40, 60))]
     wants = [Sampling(temperature=0.7, seed=row, max_new_tokens=3 + 2 * row) for row in range(7)]
@@ -229,7 +229,7 @@ def test_the_load_check_detects_wrong_reads(monkeypatch: pytest.MonkeyPatch) -> 
                 load(made("Bart"))
 
 
-def test_a_decoder_may_draft_and_the_other_way_is_refused() -> None:
+def test_decoder_can_draft_for_an_encoder_decoder_but_not_vice_versa() -> None:
     model, small = made("T5"), fresh("llama", vocab_size=VOCAB)
     asked = prompts(model)
     engine = load(model, assistant_model=small, budget=2)
@@ -258,7 +258,7 @@ def test_unsupported_requests_raise_a_clear_error() -> None:
         assert "\n" not in str(error.value)
 
 
-def test_whisper_begins_as_its_generation_config_says() -> None:
+def test_whisper_starts_with_the_tokens_of_its_generation_config() -> None:
     """Language, which it detects, task, and no timestamps; in Python what the processor returns."""
     model = made("Whisper")
     model.generation_config = GenerationConfig(

@@ -46,7 +46,9 @@ def test_families_agree_with_transformers_in_float32(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", gguf_models.BY_TRANSFORMERS)
-def test_other_architectures_are_the_models_that_were_written(name: str, tmp_path: Path) -> None:
+def test_gguf_files_of_other_architectures_match_the_saved_models(
+    name: str, tmp_path: Path
+) -> None:
     wrote = gguf_models.tiny(name)
     path = gguf_models.save(wrote, tmp_path / "model.gguf")
     tokens = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -89,7 +91,7 @@ def test_each_block_type_stays_close_to_its_dequantised_weights(type: str, tmp_p
 
 
 @pytest.mark.skipif(kernels() is None, reason="blocks are unpacked without kernels")
-def test_embeddings_in_blocks_are_those_of_the_dense_table(tmp_path: Path) -> None:
+def test_block_embeddings_match_the_dense_table(tmp_path: Path) -> None:
     path = gguf_models.save(gguf_models.tiny("qwen3"), tmp_path / "model.gguf", "Q5_0")
     native = native_gguf(path, torch.bfloat16)
     assert native is not None
@@ -108,7 +110,7 @@ def test_logits_are_capped_as_the_file_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(kernels() is None, reason="blocks are unpacked without kernels")
-def test_a_table_in_blocks_is_never_held_as_numbers(tmp_path: Path) -> None:
+def test_block_embeddings_are_never_dequantized_as_a_whole(tmp_path: Path) -> None:
     """Neither for reading tokens, nor for draft heads, which look rows up in both tables."""
     path = gguf_models.save(gguf_models.tiny("qwen3"), tmp_path / "model.gguf", "Q8_0")
     before = {id(tensor) for tensor in _dense_tables()}

@@ -60,7 +60,7 @@ RECORDED: list[int] = []
 REPLAYED: list[int] = []
 
 
-def on_paper(inner: Target) -> GraphReplay:
+def with_fake_recorder(inner: Target) -> GraphReplay:
     return GraphReplay(inner, Paper(torch.device("cpu")))
 
 
@@ -68,17 +68,17 @@ def on_paper(inner: Target) -> GraphReplay:
 def test_replayed_reads_give_the_same_text(name: str) -> None:
     params = Sampling(temperature=0.8, seed=4)
     plain = texts(Engine(target()), prompts(6), max_new_tokens=8, sampling=params)
-    small = on_paper(target(num_hidden_layers=1, seed=1))
+    small = with_fake_recorder(target(num_hidden_layers=1, seed=1))
     tree = name == "draft tree"
     drafter = DraftModel(small, VOCAB, TreeShape.branching((2, 2))) if tree else DRAFTERS[name](
         target()
     )
-    engine = Engine(on_paper(target()), drafter, shapes=CLOSED)
+    engine = Engine(with_fake_recorder(target()), drafter, shapes=CLOSED)
     assert texts(engine, prompts(6), max_new_tokens=8, sampling=params, batch_size=2) == plain
 
 
-def test_few_recordings_serve_many_prompts_and_go_with_their_cache() -> None:
-    inner = on_paper(target())
+def test_recorded_graphs_are_reused_across_prompts_and_freed_with_their_cache() -> None:
+    inner = with_fake_recorder(target())
     engine = Engine(inner, DRAFTERS["prompt-lookup"](target()), shapes=CLOSED)
     RECORDED.clear()
     engine.generate(prompts(12), max_new_tokens=8, batch_size=4)
@@ -102,10 +102,10 @@ def test_a_round_launches_few_graphs_and_reads_the_host_once(
 
     monkeypatch.setattr(Ops, "to_host", counted)
     if name == "draft chain":
-        drafter: Any = DraftModel(on_paper(target(num_hidden_layers=1, seed=1)), VOCAB)
+        drafter: Any = DraftModel(with_fake_recorder(target(num_hidden_layers=1, seed=1)), VOCAB)
     else:
         drafter = DRAFTERS[name](target())
-    engine = Engine(on_paper(target()), drafter, shapes=CLOSED, budget=Fixed(drafted))
+    engine = Engine(with_fake_recorder(target()), drafter, shapes=CLOSED, budget=Fixed(drafted))
     engine.generate(prompts(2), max_new_tokens=6)               # records what there is to record
     counts = []
     for new_tokens in (6, 16):

@@ -43,7 +43,7 @@ def test_a_folder_loads_in_the_precision_asked_for(folder: Path) -> None:
             loading.load_model(folder, none)
 
 
-def test_one_sentence_for_everything_that_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
+def test_loading_errors_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     def broken(name: str, **changes: str | None) -> Path:
         path = Path(shutil.copytree(folder, tmp_path / name))
         for file_name, content in changes.items():
@@ -95,7 +95,7 @@ def test_weights_that_would_be_random_are_refused(
     assert capfd.readouterr() == ("", "")
 
 
-def test_tied_weights_are_not_missed_and_unused_ones_are_told(
+def test_tied_weights_are_not_reported_missing_and_unused_weights_are_reported(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fresh("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
@@ -108,7 +108,7 @@ def test_tied_weights_are_not_missed_and_unused_ones_are_told(
     assert "layers.1.input_layernorm.weight and 8 more" in caplog.text
 
 
-def test_what_would_run_code_or_is_not_merged_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_remote_code_and_unmerged_adapters_are_refused(folder: Path, tmp_path: Path) -> None:
     for file in ("config.json", "generation_config.json"):
         shutil.copy(folder / file, tmp_path)
     torch.save({"model.norm.weight": Path("/")}, tmp_path / "pytorch_model.bin")
@@ -136,7 +136,7 @@ def test_loading_asks_for_a_tokenizer_only_where_there_is_one(
         loading.load_tokenizer(tmp_path)
 
 
-def test_a_gguf_file_is_the_model_that_it_holds(tmp_path: Path) -> None:
+def test_loading_a_gguf_file_gives_its_model(tmp_path: Path) -> None:
     model = gguf_models.tiny("qwen2")
     gguf_models.save(model, tmp_path / "model.GGUF")
     loaded = loading.load_model(tmp_path / "model.GGUF", "float32", "cpu")

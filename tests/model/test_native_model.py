@@ -105,7 +105,7 @@ def test_a_native_model_reads_what_transformers_class_reads(family: str, tmp_pat
 
 @pytest.mark.skipif(kernels() is None, reason="no kernels for linear layers here")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_native_model_has_the_bits_of_our_forward_around_the_class(
+def test_native_model_is_bit_identical_to_fast_forward_of_the_module(
     family: str, tmp_path: Path
 ) -> None:
     module = saved(family, tmp_path, torch.bfloat16)
@@ -191,7 +191,7 @@ def test_what_is_not_known_is_refused_in_a_sentence(tmp_path: Path) -> None:
     {"do_sample": False, "eos_token_id": 2, "num_beams": 1},
     {"do_sample": True, "min_p": 0.1},
 ])  # fmt: skip
-def test_the_generation_config_is_the_folders_whoever_can_read_it(
+def test_generation_config_is_read_from_the_folder_with_or_without_transformers(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     saved("llama", tmp_path, torch.float32)

@@ -71,13 +71,13 @@ def test_a_chat_template_renders_as_in_transformers(name: str, tmp_path: Path) -
     "{{ raise_exception('no') }}", "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}",
     "{% set ns = namespace(__init__=1) %}",
 ])  # fmt: skip
-def test_a_chat_template_cannot_reach_out(template: str) -> None:
+def test_chat_templates_are_sandboxed(template: str) -> None:
     with pytest.raises(Exception, match=r"no|immutable|unsafe|cannot store"):
         render(template, MESSAGES, None)
 
 
 @pytest.mark.parametrize("mine", [None, "qwen2", "gpt2"])
-def test_a_kept_tokenizer_is_the_one_that_transformers_built(
+def test_cached_tokenizer_equals_the_one_built_by_transformers(
     mine: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path if mine is None else shared("tokenizers", mine)

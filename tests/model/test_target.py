@@ -128,7 +128,7 @@ def test_the_model_is_left_alone() -> None:
     assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
 
 
-def test_what_is_no_decoder_in_memory_with_our_masks_is_refused() -> None:
+def test_offloaded_or_non_decoder_models_and_unsupported_attention_are_refused() -> None:
     ours, attends = fresh("llama"), fresh("llama")
     attends.config._attn_implementation = "flex_attention"
     t5 = T5ForConditionalGeneration(T5Config(

@@ -60,7 +60,7 @@ def test_noise_has_the_bits_of_the_operators_on_every_level(build: str) -> None:
     assert float(wanted.max()) > 12 and float(wanted.min()) < -2.4
 
 
-def test_the_logarithm_of_noise_is_one() -> None:
+def test_noise_log_matches_the_exact_logarithm() -> None:
     numbers = torch.cat([torch.logspace(-9.6, 1.3, 100_000), torch.linspace(0.5, 2, 100_001)])
     torch.testing.assert_close(
         noise._log_(numbers.clone()), numbers.double().log().float(), rtol=3e-7, atol=1e-8

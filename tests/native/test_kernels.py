@@ -36,7 +36,7 @@ def test_interleaving_is_reversible(
     ],
     ids=["silu", "gelu"],
 )
-def test_a_gate_of_any_size_lets_through_what_it_should(
+def test_gate_activation_is_exact_for_extreme_inputs(
     gelu: bool, opened: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Far below zero nothing, however far: exponentials there are beyond any number."""

@@ -43,7 +43,7 @@ def test_large_pages_are_asked_for_where_they_cannot_be_made_later(
 
 @pytest.mark.skipif(sys.platform == "linux" and not pages.can_collapse(),
                     reason="large pages cannot be made later here")
-def test_numbers_move_to_large_pages_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_move_to_huge_pages_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = list[int]()
     monkeypatch.setattr(pages, "DELAY", 0.0)
     monkeypatch.setattr(pages, "collapse", lambda tensor: moved.append(tensor.data_ptr()))

@@ -32,7 +32,7 @@ def written(folder: Path, **files: str) -> Path:
     return folder
 
 
-def test_the_quota_of_a_group_and_of_those_above_it_counts(tmp_path: Path) -> None:
+def test_cgroup_quotas_of_all_ancestors_apply(tmp_path: Path) -> None:
     groups = tmp_path / "cgroup"
     groups.write_text("0::/outer/inner\n")
     root = written(tmp_path / "fs")

@@ -13,7 +13,7 @@ from draftproof.plan import probe as probing
 from draftproof.plan.probe import RandomDrafter, by_size, probe, rounds
 
 
-def test_sizes_follow_each_other_in_blocks_and_noise_is_never_right() -> None:
+def test_probe_times_draft_sizes_in_blocks_and_random_drafts_are_rejected() -> None:
     engine, asked = Engine(target()), prompts(2, seed=1)
     noise, heads = RandomDrafter(target().vocab_size), MedusaHead.fresh(target(), num_heads=2)
     sizes = [[0, 1, 3], [0, 2]]

@@ -71,7 +71,7 @@ def test_a_plan_shows_predictions_and_costs(tmp_path: Path) -> None:
         assert words in texts
 
 
-def test_labels_at_the_ends_of_lines_keep_apart() -> None:
+def test_line_end_labels_do_not_overlap() -> None:
     places = plan_plot._apart([(10.0, "a"), (10.1, "b"), (2.0, "c")])
     assert min(abs(item - other) for item in places for other in places if item is not other) > 0.5
 
@@ -112,6 +112,6 @@ def test_unsupported_plot_files_are_refused_up_front(monkeypatch: pytest.MonkeyP
         check_plot_file(Path("speed.png"))
 
 
-def test_long_names_are_cut_and_folders_lose_their_place() -> None:
+def test_plot_labels_shorten_long_names_and_drop_parent_folders() -> None:
     assert short_name("/a/b/heads/") == "heads"
     assert len(short_name("prompt-lookup+suffix+token-recycling")) <= 26

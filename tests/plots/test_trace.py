@@ -51,7 +51,7 @@ def test_seconds_of_a_round_are_of_its_parts() -> None:
         assert min(each.seconds.values()) >= 0
 
 
-def test_a_character_of_several_tokens_comes_whole() -> None:
+def test_multi_token_characters_are_not_split_in_the_trace() -> None:
     engine = load("demo")
     trace = Trace(engine, "x")
     codec = engine.codec

@@ -56,7 +56,7 @@ def written(page: Any) -> str:
     return str(page.text_content("#text"))
 
 
-def test_it_streams_compares_and_says_whose_drafts_it_shows(server: Any, page: Any) -> None:
+def test_page_streams_compares_and_labels_the_source_of_drafts(server: Any, page: Any) -> None:
     page.fill("#prompt", PROMPTS[0])
     assert "speed of a new prompt" in page.text_content("#whose")
     page.keyboard.press("Control+Enter")
@@ -69,7 +69,7 @@ def test_it_streams_compares_and_says_whose_drafts_it_shows(server: Any, page: A
     assert "for your API key" in page.text_content("#whose")
 
 
-def test_stop_and_escape_end_it_and_the_keyboard_keeps_its_place(page: Any) -> None:
+def test_stop_button_and_escape_end_generation_and_keep_focus(page: Any) -> None:
     page.route("**/v1/completions", lambda route: None)     # or the text may end before the keys
     page.uncheck("#compare")
     for stop in (lambda: page.keyboard.press("Escape"), lambda: page.keyboard.press("Enter")):
@@ -85,7 +85,7 @@ def test_stop_and_escape_end_it_and_the_keyboard_keeps_its_place(page: Any) -> N
     {"viewport": {"width": 360, "height": 740}, "color_scheme": "dark", "has_touch": True},
     {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"},
 ], indirect=True, ids=["phone, dark", "desktop, light"])  # fmt: skip
-def test_nothing_is_cut_off_and_dark_is_dark(page: Any) -> None:
+def test_page_has_no_clipped_content_and_supports_dark_mode(page: Any) -> None:
     page.fill("#max_tokens", "20")
     page.click("#go")
     written(page)

@@ -96,7 +96,7 @@ def test_the_template_says_which_marks_there_are(template: Any, marks: Any) -> N
     assert marks_of(None) is None
 
 
-def test_a_prompt_may_open_it() -> None:
+def test_prompt_ending_with_an_open_reasoning_mark_is_detected() -> None:
     assert is_open("<|assistant|><think>\n", THINK)
     assert not is_open("<think>\n\n</think>\n\n", THINK) and not is_open("Hello", THINK)
     assert not is_open("<|start|>assistant", CHANNELS)

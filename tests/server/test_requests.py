@@ -52,7 +52,7 @@ def test_what_other_apis_ask_for_reaches_the_chat(api: str) -> None:
     assert {name: getattr(chat, name) for name in asked} == asked
 
 
-def test_fields_that_change_no_answer_pass(http: httpx.Client) -> None:
+def test_fields_without_effect_on_the_answer_are_accepted(http: httpx.Client) -> None:
     harmless = {**dict.fromkeys(HARMLESS, 1), "cache_salt": "a"}
     neutral = {"top_k": -1, "skip_special_tokens": True, "n_probs": 0, "best_of": 1, "echo": False,
                "stop_token_ids": [], "mirostat": 0, "logit_bias": None, "ignore_eos": False}
@@ -77,7 +77,7 @@ def test_fields_that_change_no_answer_pass(http: httpx.Client) -> None:
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a": "[xy]"}'),
     ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, '{"a": "[xy]"}'),
 ])  # fmt: skip
-def test_constraints_in_the_spellings_of_others(
+def test_grammar_options_of_other_servers_are_understood(
     http: httpx.Client, asked: dict[str, Any], pattern: str
 ) -> None:
     pytest.importorskip("llguidance")

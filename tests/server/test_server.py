@@ -201,7 +201,9 @@ def test_invalid_requests_get_a_one_sentence_error(
     assert word in answer.json()["error"]["message"]
 
 
-def test_the_key_the_size_and_the_other_routes(server: Any, http: httpx.Client) -> None:
+def test_missing_key_invalid_json_unknown_route_and_large_body_are_rejected(
+    server: Any, http: httpx.Client
+) -> None:
     route = "/v1/completions"
     assert httpx.get(f"{server.url}/v1/models").status_code == 401
     assert http.get("/v1/models").json()["data"][0]["id"] == "demo"

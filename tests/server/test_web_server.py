@@ -140,7 +140,7 @@ def test_without_descriptors_the_log_has_one_line(
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_a_port_can_be_listened_at_once() -> None:
+def test_a_port_in_use_is_refused_and_a_free_one_is_bound() -> None:
     listener, url = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     with listener, pytest.raises(BadInput, match=f"{port}.*--port"):

@@ -60,7 +60,7 @@ def test_the_loss_is_the_decayed_sum_over_steps_of_its_formula(name: str, few: b
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_head_trained_by_it_comes_nearer(tmp_path: Path, name: str) -> None:
+def test_training_reduces_the_loss_and_raises_acceptance(tmp_path: Path, name: str) -> None:
     """On texts the target wrote: its loss falls, and drafts are accepted more often."""
     head, recorder, features = head_of("medusa"), Recorder(), features_of(24)
     assert features.logits is not None

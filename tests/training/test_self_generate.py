@@ -86,7 +86,7 @@ def test_each_text_is_what_the_target_writes_after_the_beginning_of_a_document(
             assert tokens == written and mask == [at >= prompt for at in range(len(tokens))]
 
 
-def test_an_interrupted_file_ends_as_a_whole_one_and_nothing_is_written_twice(
+def test_resuming_an_interrupted_file_gives_the_complete_file_without_duplicates(
     whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_file_that_lacks_a_text_of_its_last_group_is_not_complete(
     assert not SelfGeneratedText(file, {"model": "m"}, few, LENGTH).is_complete(False)
 
 
-def test_other_files_are_refused_and_more_of_the_same_goes_on_after(
+def test_self_generated_files_with_other_settings_are_refused_and_extended_otherwise(
     whole: tuple[Path, SelfGeneratedText], engine: Engine, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match="length 48, now it is 32"):

@@ -164,7 +164,7 @@ def test_prompts_without_an_answer_are_counted(source: Path, tmp_path: Path) -> 
     assert sum(map(int, re.findall(r"skipped (\d+) texts .*?: there is no answer", notes))) == 16
 
 
-def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(
+def test_joint_training_killed_in_stage_two_resumes_to_the_same_result(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("peft")
@@ -195,7 +195,7 @@ def test_a_joint_run_that_dies_in_its_second_stage_ends_as_a_whole_one(
         assert (broken / file).read_bytes() == (out / file).read_bytes()
 
 
-def test_a_file_that_did_not_fit_leaves_the_old_one_and_no_part(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_old_file_and_leaves_no_partial_file(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
     file.write_bytes(b"old")
     for error in (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2 vs 1"),

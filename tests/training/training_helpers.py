@@ -47,7 +47,7 @@ def written(count: int = 24, seed: int = 0) -> Rows:
 
 
 @lru_cache
-def ruled(count: int = 40, seed: int = 0) -> Rows:
+def deterministic_rows(count: int = 40, seed: int = 0) -> Rows:
     """Texts in which each token follows from the one before: whoever sees one can predict all."""
     rng = torch.Generator().manual_seed(0)
     follows = torch.randperm(VOCAB, generator=rng).tolist()

@@ -68,7 +68,7 @@ def test_a_mistake_in_reading_trees_is_found(mistake: type[ModuleTarget]) -> Non
     assert kind is Kind.broken and "drafted text" in why
 
 
-def test_a_model_that_is_not_its_own_is_found() -> None:
+def test_different_weights_are_detected() -> None:
     def around(target: Target) -> Target:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
@@ -77,7 +77,7 @@ def test_a_model_that_is_not_its_own_is_found() -> None:
     assert "the model's own" in check_architecture("gpt2", around)[1]
 
 
-def test_what_was_not_refused_has_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_architectures_must_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(model: object, target: Target) -> str:
         raise BrokenModel("it gave NaN")
 
@@ -88,7 +88,7 @@ def test_what_was_not_refused_has_to_write(monkeypatch: pytest.MonkeyPatch) -> N
     assert section.failures == ["llama: BrokenModel: it gave NaN"]
 
 
-def test_the_section_tells_who_is_what() -> None:
+def test_section_lists_architectures_by_result() -> None:
     section = prove_architectures(names=["bart", "llama", "mamba", "rwkv"])
     assert not section.failures
     assert "2 are run exactly, 1 more by chains alone, 1 are refused" in section.verdict

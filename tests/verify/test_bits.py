@@ -67,11 +67,11 @@ def test_a_class_of_chains_promises_no_bits_of_trees(monkeypatch: Patch) -> None
 
 def test_a_difference_that_rounding_cannot_explain_is_a_failure(monkeypatch: Patch) -> None:
     """A rule that sees other logits than were read."""
-    def shaken(tree: Any, logits: Tensor, frontier: Any) -> Any:
+    def flipped_logits_in_trees(tree: Any, logits: Tensor, frontier: Any) -> Any:
         wrong = logits if tree.tokens.shape[1] == 1 else logits.flip(-1)
         return acceptance.match(tree, wrong, frontier)
 
-    rule = acceptance.RULES["match"]._replace(accept=shaken)
+    rule = acceptance.RULES["match"]._replace(accept=flipped_logits_in_trees)
     monkeypatch.setitem(acceptance.RULES, "match", rule)
     section = prove_bits(engine(), new_tokens=8, exact_nodes=0)
     assert "cannot turn that" in " ".join(section.failures)

@@ -123,7 +123,7 @@ def test_parts_inside_parts_are_counted_apart() -> None:
     assert graphs == {"draft": 2, "round": 1}
 
 
-def test_between_rounds_the_rules_rest() -> None:
+def test_emulation_rules_are_suspended_between_rounds() -> None:
     emulation = warm()
     with emulation.running(), emulation.part("round", strict=True):
         with emulation.free():

@@ -41,7 +41,7 @@ def test_drafts_change_nothing(part: int) -> None:
         assert not wrong and apart < EXACT and branches, f"{case.name}: {wrong}"
 
 
-def test_every_rule_option_end_and_way_is_covered() -> None:
+def test_cases_cover_every_rule_option_ending_and_setup() -> None:
     names = " | ".join(case.name for case in cases())
     special = ("mixed batch", "as on a device", "drafts for itself", "1 tokens", "comes and goes")
     for word in (*RULES, *table.OPTIONS, *filter(None, table.ENDS), *SETUPS, *special):

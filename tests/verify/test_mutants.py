@@ -77,11 +77,11 @@ def test_a_wrong_rule_is_detected(mistake: str) -> None:
 
 def test_a_match_without_its_ancestors_is_detected() -> None:
     """Sample-and-match: a node whose parent was rejected, or the first unseen, may not count."""
-    def careless(tree, logits, frontier):                           # type: ignore[no-untyped-def]
+    def match_ignoring_ancestors(tree, logits, frontier):                           # type: ignore[no-untyped-def]
         parents = tree.parents.clamp(max=0)                 # every node hangs from the root
         hung = type(tree)(tree.tokens, parents, tree.depth_limit)
         return acceptance.match(hung, logits, frontier)
 
-    rule = RULES["match"]._replace(accept=careless)
+    rule = RULES["match"]._replace(accept=match_ignoring_ancestors)
     case = Case("", rule, by_model(toy(12, 3), 2), [CaseRequest(Sampling(temperature=1.0))])
     assert check_case(case)[0] > SEEN

@@ -73,7 +73,7 @@ def test_any_number_of_inputs_is_quantised() -> None:
                                atol=0.2)
 
 
-def test_neighbours_of_one_format_are_one_part() -> None:
+def test_adjacent_matrices_of_one_format_are_merged() -> None:
     names = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
     weights = [torch.randn(outputs, 256) for outputs in (64, 32, 32)]
     parts = quantized_blocks(names, weights, None, "int4", 8).parts

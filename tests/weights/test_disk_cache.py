@@ -141,7 +141,7 @@ def test_a_file_that_others_may_write_to_is_not_read(
     assert "_quantised" in made and "others may write to it" in caplog.text
 
 
-def test_other_files_or_changed_weights_are_not_what_was_kept(
+def test_cache_misses_for_other_files_and_changed_weights(
     folder: Path, made: list[str]
 ) -> None:
     first, before = text(folder, quantize="int8"), files(folder)

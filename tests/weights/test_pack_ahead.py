@@ -109,7 +109,7 @@ def test_matrices_unused_by_the_native_forward_are_skipped(
     assert ready == wanted
 
 
-def test_experts_in_a_matrixs_name_are_left() -> None:
+def test_three_dimensional_expert_tensors_are_not_packed_ahead() -> None:
     matrix = Entry("blk.0.ffn_up.weight", "Q8_0", (32, 32), 0, 32 * 34)
     assert pack_ahead.matrices_of([matrix]) == [matrix]
     assert pack_ahead.matrices_of([matrix._replace(shape=(4, 32, 32))]) == []

@@ -147,7 +147,7 @@ def test_tensors_that_do_not_fit_are_named(
         source_of(tmp_path).linear([PROJECTION], False)
 
 
-def test_modelopt_says_how_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_modelopt_settings_are_read_from_hf_quant_config(tmp_path: Path) -> None:
     truth = save(tmp_path, "fp8-tensor")
     changed(tmp_path, quant_method=None)
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}

@@ -103,7 +103,7 @@ def test_the_error_is_that_of_the_bits(layer: Callable[..., nn.Module]) -> None:
     assert float(error.max()) < (0.03 if LAYERS.index(layer) in (0, 1, 3) else 0.1)
 
 
-def test_a_silent_token_is_silent_and_nan_stays_in_its_token() -> None:
+def test_zero_input_gives_zero_output_and_nan_stays_in_its_row() -> None:
     weight, bias, rows = weights(64, 96)
     rows[1], rows[2, 5] = 0, torch.nan
     outputs = Int8Linear(weight, bias)(rows)

@@ -1,1 +1,1 @@
-"""Models: the only folder that knows transformers."""
+"""Models: targets, loading, and the check at load time."""

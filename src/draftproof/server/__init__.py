@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server: `draftproof serve`."""
+"""A server with OpenAI's and Anthropic's APIs: `draftproof serve`."""
