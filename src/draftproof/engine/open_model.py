@@ -57,11 +57,11 @@ def native_target(
     if config.quantize is None:
         return target_of(native.model(), kv_cache=config.kv_cache)
     doing(f"quantising to {config.quantize}")
-    own = config.tokenizer is None                      # then the files determine the text
+    in_files = config.tokenizer is None                 # then these determine the text
     model, cost = quantized_and_compared(
         native.settings, native.source, config.quantize, lambda: passage_of(codec(), 1 << 20),
         dtype=native.dtype, name=native.name,
-        text_key=PASSAGE if own else _ids(passage_of(codec(), 1 << 20)),
+        text_key=PASSAGE if in_files else _ids(passage_of(codec(), 1 << 20)),
     )  # fmt: skip
     target = target_of(model, kv_cache=config.kv_cache)
     target.quantization = cost
