@@ -341,8 +341,14 @@ def test_dashboard_queries_use_exported_metrics(http: httpx.Client) -> None:
         assert all(any(label in known[name] for name, _ in used) for label in grouped)
 
 
-def test_a_disconnected_client_frees_its_row_and_a_full_queue_returns_429(server: Any) -> None:
-    """More wait than may: 429, with a Retry-After. All leave: nothing runs or waits."""
+def test_a_disconnected_client_frees_its_row_and_a_full_queue_returns_429(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More wait than may: 429, with a Retry-After. All leave: nothing runs or waits, since each
+    request that was admitted is aborted."""
+    aborted, abort = list[object](), server.queue.abort
+    monkeypatch.setattr(server.queue, "abort", lambda request, *rest: (
+        aborted.append(request), abort(request, *rest))[1])
     body = {"prompt": PROMPTS[0], "max_tokens": 240, "temperature": 0, "logit_bias": {"0": -100},
             "stream": True}
 
@@ -359,11 +365,13 @@ def test_a_disconnected_client_frees_its_row_and_a_full_queue_returns_429(server
             await asyncio.gather(*running, return_exceptions=True)
         return codes
 
-    assert 429 in asyncio.run(run())
+    codes = asyncio.run(run())
+    assert 429 in codes and 200 not in codes
     end = time.monotonic() + 30
     while (server.queue.running or server.queue.waiting) and time.monotonic() < end:
         time.sleep(0.05)
     assert not server.queue.running and not server.queue.waiting
+    assert len(aborted) >= 60 - len(codes)
 
 
 def test_a_failed_round_affects_only_its_requests(
