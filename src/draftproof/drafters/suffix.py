@@ -27,7 +27,7 @@ from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.base import Drafter, SharedMemory
+from draftproof.drafters.base import Drafter, SharedMemory, lazy_zeros
 from draftproof.errors import BadInput
 from draftproof.native.cpu_ops import cpu_kernel
 from draftproof.native.declarations import Structure, structure
@@ -152,9 +152,9 @@ class SuffixIndex:
         size = self.slots * SLOTS + 1                       # the last is for what has no place
         self.text, self.cursor = torch.full((1,), ABSENT, dtype=torch.int64, device=device), 0
         self.owners = torch.zeros_like(self.text)           # of each token of the text
-        self.tags = torch.zeros(size, dtype=torch.int32, device=device)
-        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self.counts = torch.zeros(size, dtype=torch.float32, device=device)
+        self.tags = lazy_zeros(size, dtype=torch.int32, device=device)
+        self.positions = lazy_zeros(size, dtype=torch.int64, device=device)
+        self.counts = lazy_zeros(size, dtype=torch.float32, device=device)
         self.sizes = torch.tensor(SIZES, device=device)
         dice, shape = torch.Generator().manual_seed(0), (2, len(SIZES), SIZES[0])
         low, high = -(1 << 31), (1 << 31) - 1

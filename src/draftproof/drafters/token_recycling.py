@@ -19,7 +19,7 @@ from draftproof.core.messages import Commit, Frontier, Successors
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.base import Drafter, SharedMemory
+from draftproof.drafters.base import Drafter, SharedMemory, lazy_zeros
 from draftproof.errors import BadInput
 from draftproof.native.cpu_ops import cpu_kernel
 from draftproof.native.declarations import Structure, structure
@@ -115,10 +115,10 @@ class SuccessorTable:
     def __init__(self, slots: int, device: torch.device) -> None:
         self.slots, size = slots, 2 * slots + 2
         self.shift = min(31, 33 - slots.bit_length())               # high bits are mixed best
-        self.tags = torch.zeros(size, dtype=torch.int32, device=device)
-        self.owners = torch.zeros(size, dtype=torch.int64, device=device)
-        self.tokens = torch.full((size, BEST), ABSENT, dtype=torch.int32, device=device)
-        self.confidence = torch.zeros((size, BEST), dtype=torch.float32, device=device)
+        self.tags = lazy_zeros(size, dtype=torch.int32, device=device)
+        self.owners = lazy_zeros(size, dtype=torch.int64, device=device)
+        self.tokens = lazy_zeros(size, BEST, dtype=torch.int32, device=device)
+        self.confidence = lazy_zeros(size, BEST, dtype=torch.float32, device=device)
 
     def in_c(self) -> Structure:
         """The table for the C library."""
