@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from draftproof.native import pages
-from draftproof.native.pages import enlarge, release
+from draftproof.native.pages import enlarge, lazy_zeros, release
 
 SMAPS = Path("/proc/self/smaps")
 pytestmark = pytest.mark.skipif(
@@ -77,3 +79,23 @@ def test_unused_pages_are_released() -> None:
     numbers = torch.ones(1 << 22)
     release(numbers)
     assert not numbers[1 << 21 : 1 << 21 | 1024].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int64])
+def test_zeros_take_memory_when_they_are_written_and_belong_to_one_process(
+    dtype: torch.dtype
+) -> None:
+    cpu, process = torch.device("cpu"), psutil.Process()
+    assert not lazy_zeros(3, 5, dtype=dtype, device=cpu).any()
+    before = process.memory_info().rss
+    table = lazy_zeros(1 << 10, 1 << 16, dtype=dtype, device=cpu)
+    assert process.memory_info().rss - before < 1 << 24 < table.nbytes
+    assert table.shape == (1 << 10, 1 << 16) and table.dtype == dtype
+    assert table.data_ptr() % 64 == 0 and not table[-1].any()
+    if hasattr(os, "fork"):
+        child = os.fork()
+        if not child:
+            table[0] = 1
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert not table[0].any(), "another process wrote to it"

@@ -11,6 +11,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from draftproof.native.pages import lazy_zeros
+
 
 class LayerShape(NamedTuple):
     """What one attention layer stores per position; nothing without heads, as with shared keys.
@@ -49,10 +51,10 @@ class KVLayer:
         cls, shape: LayerShape, rows: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
         """Storage for `rows` rows of `capacity` positions. It is zeroed, since NaN in scratch would
-        pass the mask."""
+        pass the mask; a text that ends early takes no memory for the rest of its capacity."""
         store = (rows, shape.heads, capacity)
         sizes = (shape.key_dim, shape.value_dim)
-        return cls(*(torch.zeros(*store, size, dtype=dtype, device=device) for size in sizes))
+        return cls(*(lazy_zeros(*store, size, dtype=dtype, device=device) for size in sizes))
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
@@ -105,7 +107,7 @@ class IndexedLayer(KVLayer):
     ) -> Self:
         plain = KVLayer.empty(shape, rows, capacity, dtype, device)
         size = (rows, 1, capacity, shape.index_dim)
-        return cls(*plain.stores, torch.zeros(size, dtype=dtype, device=device))
+        return cls(*plain.stores, lazy_zeros(*size, dtype=dtype, device=device))
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write [B, W, dim] at `slots`; return the visible slots."""
@@ -134,7 +136,8 @@ class Int8Layer(KVLayer):
     ) -> Self:
         """Zeroed storage: codes of one byte each, and scales in the model's dtype."""
         codes = KVLayer.empty(shape, rows, capacity, torch.int8, device).stores
-        return cls(*codes, *(code.new_zeros(*code.shape[:3], 1, dtype=dtype) for code in codes))
+        scales = [lazy_zeros(*code.shape[:3], 1, dtype=dtype, device=device) for code in codes]
+        return cls(*codes, *scales)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

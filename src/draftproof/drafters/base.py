@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, Self, TypeVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -174,24 +172,6 @@ class SharedMemory(dict[torch.device, T]):
     def __missing__(self, device: torch.device) -> T:
         with torch.inference_mode(False):
             return self.setdefault(device, self.make(device))
-
-
-def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose memory the system provides page by page when they are first written, on a CPU: a
-    large table costs a short text nothing.
-
-    Args:
-        *shape: The sizes.
-        dtype: The type of the numbers.
-        device: Where they are stored; elsewhere all of it is written.
-
-    Returns:
-        Zeros [*shape].
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    width = torch.empty(0, dtype=dtype).element_size()
-    return torch.from_numpy(np.zeros(prod(shape) * width, dtype=np.uint8)).view(dtype).view(shape)
 
 
 Vocabulary = Target

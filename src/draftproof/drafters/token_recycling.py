@@ -19,11 +19,12 @@ from draftproof.core.messages import Commit, Frontier, Successors
 from draftproof.core.ops import Ops
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
-from draftproof.drafters.base import Drafter, SharedMemory, lazy_zeros
+from draftproof.drafters.base import Drafter, SharedMemory
 from draftproof.errors import BadInput
 from draftproof.native.cpu_ops import cpu_kernel
 from draftproof.native.declarations import Structure, structure
 from draftproof.native.kernels import Kernels
+from draftproof.native.pages import lazy_zeros
 from draftproof.native.trees import TreeBuffer, texts_of
 
 BEST = 8

@@ -1,5 +1,5 @@
 """The pages that tensors lie in: large ones for what is read often, none for what nobody reads
-again. Linux only."""
+again, or has written to yet."""
 
 from __future__ import annotations
 
@@ -13,15 +13,43 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 MADV_COLLAPSE = 25
 """Advice of Linux 6.1 and later: move pages into large ones now (linux/mman.h)."""
 LARGE_PAGE = 1 << 21
+LAZY = 1 << 18
+"""Bytes from which memory is asked for page by page."""
 DELAY = 2.0
 """Seconds after the last tensor until pages are moved: a model is read, and answers, first."""
+
+
+def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose memory the system provides page by page when it is first written, on a CPU: a
+    large table costs a short text nothing.
+
+    Args:
+        *shape: The sizes.
+        dtype: The type of the numbers.
+        device: Where they are stored; elsewhere all of it is written.
+
+    Returns:
+        Zeros [*shape].
+    """
+    size = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < LAZY:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # memory from malloc may have been used before, and calloc would write to all of it
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
+    try:
+        room = mmap.mmap(-1, size, **private)
+    except OSError:                                     # torch says what there is too little of
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(room, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def enlarge(tensor: Tensor) -> Tensor:
