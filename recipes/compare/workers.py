@@ -192,14 +192,17 @@ class LlamaCpp:
         request = urllib.request.Request(
             f"{self.servers[speculate][0]}/completion", json.dumps(body).encode(),
             {"Content-Type": "application/json"}, method="POST")
-        tokens, first = list[int](), 0.0
+        parts, first = list[dict[str, Any]](), 0.0
         with PROXYLESS.open(request, timeout=3600) as answer:
             for line in answer:
                 if line.startswith(b"data: {"):
-                    told = json.loads(line.removeprefix(b"data: "))
                     first = first or time.perf_counter()
-                    tokens += [] if told.get("stop") else told.get("tokens", [])
-        return Text(tokens, first)
+                    parts.append(json.loads(line.removeprefix(b"data: ")))
+        return Text(self.tokens([part for part in parts if not part.get("stop")], speculate), first)
+
+    def tokens(self, parts: list[dict[str, Any]], speculate: bool) -> list[int]:
+        """The tokens of a streamed answer."""
+        return [token for part in parts for token in part.get("tokens", [])]
 
     def close(self) -> None:
         for _, process in self.servers.values():
@@ -225,6 +228,16 @@ class IkLlamaCpp(LlamaCpp):
         if spec["draft"]:
             return ["--model-draft", spec["draft"], "--spec-type", f"draft:{most}"]
         return ["--spec-type", f"ngram-simple:{most}"]
+
+    def tokens(self, parts: list[dict[str, Any]], speculate: bool) -> list[int]:
+        """It streams text alone."""
+        text = "".join(part.get("content", "") for part in parts)
+        request = urllib.request.Request(
+            f"{self.servers[speculate][0]}/tokenize", json.dumps({"content": text}).encode(),
+            {"Content-Type": "application/json"}, method="POST")
+        with PROXYLESS.open(request, timeout=60) as answer:
+            tokens: list[int] = json.load(answer)["tokens"]
+        return tokens
 
 
 def _free_port() -> int:
