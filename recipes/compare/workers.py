@@ -214,7 +214,7 @@ class LlamaCpp:
 class IkLlamaCpp(LlamaCpp):
     """The fork of Iwan Kawrakow, which repacks weights when it loads them."""
 
-    options = ("--run-time-repack",)
+    options = ("--run-time-repack", "--log-disable")        # or it writes to a file here
 
     def server(self) -> str:
         server = os.environ.get("IK_LLAMA_SERVER")

@@ -45,17 +45,17 @@ class TextOrder:
             lengths: [B] the tokens before the nodes.
             tree: The nodes that are read.
         """
-        library = kernels()
-        fits = library is not None and tree.parents.shape[1] <= NODES and all(
-            type(layer) is KVLayer and layer.keys.is_cpu and layer.keys.dtype == torch.bfloat16
-            and layer.keys.shape == layer.values.shape and layer.keys.shape[-1] <= WIDEST
-            and layer.keys.shape[-1] % 16 == 0
-            and int(lengths.max()) + tree.parents.shape[1] <= layer.keys.shape[2]
+        library, nodes = kernels(), tree.parents.shape[1]
+        if library is None or not layers or nodes > NODES or not lengths.is_cpu:
+            return None
+        end = int(lengths.max()) + nodes
+        fits = all(
+            type(layer) is KVLayer and layer.keys.dtype == torch.bfloat16
+            and layer.keys.shape == layer.values.shape and end <= layer.keys.shape[2]
+            and layer.keys.shape[3] <= WIDEST and layer.keys.shape[3] % 16 == 0
             for layer in layers
         )
-        if not (fits and layers) or library is None:
-            return None
-        return TextOrder(library, layers, lengths, tree)
+        return TextOrder(library, layers, lengths, tree) if fits else None
 
     def __call__(self, query: Tensor, key: Tensor, scale: float | None) -> Tensor | None:
         """Attend to the keys and values that a layer has just stored.

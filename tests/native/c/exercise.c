@@ -233,6 +233,16 @@ static void exercise_model(int small) {
     PUT(small ? "forward/8" : "forward/16", "about", last, 10 * SIZE);
     PUT(small ? "logits/8" : "logits/16", "about", logits, 10 * VOCAB);
 
+    AttentionKind unrotated = {0, 0, cosines, sines};
+    Read rotated = read;
+    rotated.attention_kinds = &unrotated;
+    int64_t slots = 2 * KEY_HEADS * CAPACITY * HEAD;
+    bf16 *keys = random_numbers(slots, 1), *values = random_numbers(slots, 1);
+    bf16 *inner = random_numbers(10 * (HEADS + 2 * KEY_HEADS) * HEAD, 1);
+    bf16 *attended = memory(10 * HEADS * HEAD * 2);
+    library.attend(&rotated, inner, keys, values, attended);
+    PUT(small ? "attend/8" : "attend/16", "about", attended, 10 * HEADS * HEAD);
+
     int64_t *text = random_tokens(2 * CAPACITY, VOCAB), positions[] = {39, 4}, turns[10], reads[2];
     int64_t chains[10];
     float heats[] = {1, 0.5f}, trusts[] = {1, 1};
@@ -395,14 +405,20 @@ static void exercise_states(void) {
     PUT("delta_gates", "near", decay, gates);
     float *query = random_floats(keys, -1, 1), *key = random_floats(keys, -1, 1);
     float *value = random_floats(gates * DEPTH, -1, 1), *before = random_floats(states, -1, 1);
-    library.delta_rule(query, key, value, decay, rate, before, after, out, ROWS, TOKENS, GROUPS,
-            HEADS, INNER, DEPTH, 2);
+    library.delta_rule(query, key, value, decay, rate, before, after, out, NULL, ROWS, TOKENS,
+            GROUPS, HEADS, INNER, DEPTH, 2);
     PUT("delta_rule", "near", out, gates * DEPTH);
     PUT("delta_rule/after", "near", after, states);
+    int64_t parents[] = {-1, 0, 0, -1, 0, 1};
+    library.delta_rule(query, key, value, decay, rate, before, after, out, parents, ROWS, TOKENS,
+            GROUPS, HEADS, INNER, DEPTH, 2);
+    PUT("delta_rule/tree", "near", out, gates * DEPTH);
     bf16 *mixed = memory(ROWS * 20 * 7 * 2), *inputs = random_numbers(ROWS * 20 * 7, 1);
     bf16 *taps = random_numbers(20 * 4, 1), *bias = random_numbers(20, 1);
-    library.causal_conv(inputs, taps, bias, mixed, ROWS, 20, 7, 4, 3, 1, 2);
+    library.causal_conv(inputs, taps, bias, mixed, NULL, ROWS, 20, 7, 4, 3, 1, 2);
     PUT("causal_conv", "bf16", mixed, ROWS * 20 * 7);
+    library.causal_conv(inputs, taps, bias, mixed, parents, ROWS, 20, 7, 4, 3, 1, 2);
+    PUT("causal_conv/tree", "bf16", mixed, ROWS * 20 * 7);
 }
 
 int main(int count, char **arguments) {
