@@ -200,6 +200,11 @@ def test_text_is_independent_of_trees(kind: str) -> None:
             assert all(completion.stats.tokens_per_round > 1.2 for completion in done)
 
 
+def test_trees_over_states_need_the_cache_that_our_attention_reads() -> None:
+    model = made("gated delta net").model
+    assert Target(model).reads_trees and not Target(model, kv_cache="int8").reads_trees
+
+
 @torch.inference_mode()
 def test_memory_stays_flat_if_every_draft_is_rejected() -> None:
     """As wide a read every round, whatever was rejected before; nothing is kept of reads."""

@@ -54,12 +54,20 @@ def inspect(target: ModuleTarget) -> Facts:
             facts = verify_forward(target)
             verdict |= {name: getattr(facts, name)
                         for name in ("reads_trees", "single_steps", "fast", "fused")}
+    facts = for_its_cache(target, facts)
     if (facts.has_states or target.is_encoder_decoder) and not alone:
         what = "an encoder's output" if target.is_encoder_decoder else "states"
         raise UnsupportedModel(
             f"{target.name} keeps {what}, and nothing shards that here; run it on one device"
         )
     return facts
+
+
+def for_its_cache(target: ModuleTarget, facts: Facts) -> Facts:
+    """The facts of a target with the cache that it was asked to have: over states, our attention
+    reads keys and values only as the model computes them, and without it trees lose their bits."""
+    chains = facts.has_states and target.kv_cache is not None
+    return replace(facts, reads_trees=False) if chains else facts
 
 
 def tolerance_of(model: PreTrainedModel) -> float:
@@ -157,8 +165,8 @@ class ReferenceForward(NamedTuple):
 def _branches(target: ModuleTarget, text: Tensor, tolerance: float) -> bool:
     """Whether a target with states reads trees: it knows the states after each node, its logits are
     the model's own, and in half precision on a CPU they have the same bits as in chains."""
-    reference = ReferenceForward.of(target, text, CHECK_TREE, together=True)
     try:
+        reference = ReferenceForward.of(target, text, CHECK_TREE, together=True)
         if not reference.error(target) <= tolerance:
             return False
         cache, tree = target.check_cache(64), reference.tree

@@ -153,7 +153,7 @@ class ModuleTarget(Target):
                 self._reject_other_vocabulary(layout)
                 self._scaling = LogitScaling.of(model.config.get_text_config())
                 self._adopt(Facts(layout, reads_trees=True), None)
-                facts = inspection.verify_forward(self)
+                facts = inspection.for_its_cache(self, inspection.verify_forward(self))
             self._adopt(facts, self.fast_forward(facts))
         elif self.fast is not None:
             if now.hooks == self._seen.hooks and fits(model):
@@ -161,7 +161,7 @@ class ModuleTarget(Target):
                 self.fast = self.fast.with_decoder(decoder)
             else:
                 with torch.inference_mode():
-                    facts = inspection.verify_forward(self)
+                    facts = inspection.for_its_cache(self, inspection.verify_forward(self))
                 self._adopt(facts, self.fast_forward(facts))
         self._seen = now
 
