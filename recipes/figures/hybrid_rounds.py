@@ -88,8 +88,7 @@ def main() -> None:
                 seconds[count] += time.perf_counter() - begin - done.stats.seconds["prefill"]
                 counts[count] += done.stats.emitted
             equal += texts.setdefault(turn, done.tokens) == done.tokens
-    print(f"{equal} of {turns * len(options.drafts)} texts are those of the first kind; torch's "
-          "attention rounds by the number of queries")
+    print(f"{equal} of {turns * len(options.drafts)} texts are those of the first kind")
     plain = seconds[0] / counts[0]
     for count in options.drafts:
         each = seconds[count] / counts[count]
