@@ -52,6 +52,16 @@ def made(kind: str, seed: int = 0) -> Target:
     return Target(build(name, seed, vocab_size=VOCAB, initializer_range=0.4, **ends, **values))
 
 
+def nearly(kind: str) -> Target:
+    """A model whose weights are nearly those of `made`."""
+    target = made(kind)
+    with torch.no_grad():
+        for weight in target.model.parameters():
+            weight.add_(0.01 * torch.randn(weight.shape,
+                                           generator=torch.Generator().manual_seed(0)))
+    return target
+
+
 @torch.inference_mode()
 def own_text(target: Target, prompt: list[int]) -> list[int]:
     text = list(prompt)
@@ -86,13 +96,9 @@ def test_prompts_prefilled_in_another_cache_move_with_their_states(kind: str) ->
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_independent_of_the_draft(kind: str) -> None:
     """Alone and in ragged batches, drafted for by a model with states that is nearly the same."""
-    model, draft = made(kind), made(kind)
+    model, draft = made(kind), nearly(kind)
     assert model.has_states and model.reads_trees == (kind in BRANCHING)
     assert model.facts.single_steps == (kind != "no single steps")
-    with torch.no_grad():
-        for weight in draft.model.parameters():
-            weight.add_(0.01 * torch.randn(weight.shape,
-                                           generator=torch.Generator().manual_seed(0)))
     for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
         done = Engine(model).generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=1)
         plain = [completion.checked().tokens for completion in done]
@@ -185,11 +191,7 @@ def test_a_tree_is_read_after_tokens_that_wait() -> None:
 @pytest.mark.parametrize("kind", BRANCHING)
 def test_text_is_independent_of_trees(kind: str) -> None:
     """Trees drafted by a model that reads them itself, alone and in batches."""
-    model, draft = made(kind), made(kind)
-    with torch.no_grad():
-        for weight in draft.model.parameters():
-            weight.add_(0.01 * torch.randn(weight.shape,
-                                           generator=torch.Generator().manual_seed(0)))
+    model, draft = made(kind), nearly(kind)
     for want in (Sampling(), Sampling(temperature=0.8, seed=3)):
         done = Engine(model).generate(PROMPTS, sampling=want, max_new_tokens=20, batch_size=1)
         plain = [completion.checked().tokens for completion in done]

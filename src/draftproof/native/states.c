@@ -69,8 +69,8 @@ static void delta_slabs(const void *work, int64_t first, int64_t last) {
     int64_t inner = of->inner, depth = of->depth, heads = of->heads, wide = (inner + 3) / 4 * 4;
     /* the state after each node of a tree, since others may go on from it; one for a chain */
     int64_t kept = of->parents ? of->tokens : 1, size = wide * SLAB;
-    float *key = scratch(kept * size + 2 * wide), *query = key + wide, *slabs = query + wide;
-    float *states[of->tokens];
+    float *key = scratch(kept * (size + 2) + 2 * wide), *query = key + wide, *slabs = query + wide;
+    float **states = (float **)(slabs + kept * size);
     for (int64_t i = first; i < last; i++) {
         int64_t place = i / of->slabs, row = place / heads, head = place % heads,
                 start = i % of->slabs * SLAB, columns = depth - start;
@@ -86,7 +86,7 @@ static void delta_slabs(const void *work, int64_t first, int64_t last) {
                 slab = slabs + t * size;
                 memcpy(slab, states[parent_of(parents, t)], (size_t)size * sizeof *slab);
             }
-            states[t] = slab;
+            states[parents ? t : 0] = slab;
             int64_t token = row * of->tokens + t, at = token * heads + head,
                     shared = token * of->groups + head * of->groups / heads;
             const float *k = of->key + shared * inner, *q = of->query + shared * inner;
@@ -187,7 +187,8 @@ void draftproof_causal_conv(const bf16 *inputs /* [rows, channels, length] */,
         const int64_t *parents /* [rows, tokens] or null */, int64_t rows, int64_t channels,
         int64_t length, int64_t taps, int64_t tokens, int64_t silu, int64_t threads) {
     int64_t parts = (channels + LANES - 1) / LANES;
-    Convolution of = {inputs, weights, bias, out, parents, channels, length, taps, tokens, silu, parts};
+    Convolution of = {inputs, weights, bias, out, parents, channels, length, taps, tokens, silu,
+            parts};
     share_out(convolve, &of, rows * parts, 1 + SMALL / 8 / LANES / (1 + tokens), threads);
 }
 
