@@ -5,13 +5,13 @@
 #pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
 #endif
 #include "linear_vectors.h"
-#include "linear_blocks.h"
 #ifdef __AMX_TILE__
 #define TILES 1
 #include "linear_tiles.h"
 #else
 #define TILES 0
 #endif
+#include "linear_blocks.h"
 
 /* Whether this build can be used; tiles need the system's permission. */
 int draftproof_usable(void) {

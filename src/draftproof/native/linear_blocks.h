@@ -359,8 +359,112 @@ ALWAYS void add_span(const int format, const char *record, const Scales *scales,
         }
 }
 
+#if TILES
+/* From so many rows on, tiles are quicker than vectors, although codes are unpacked to memory. */
+enum { TILED_FROM = 64 };
+/* The groups, or halves of them, whose products are in the L1 cache at a time. */
+enum { PARTS = 4 };
+
+/* The codes of a span of a strip, signed. */
+typedef struct {
+    uint32_t words[SPAN_WORDS][STRIP];
+} Codes;
+
+/* Unpacks the codes of a span, and prefetches weights. */
+ALWAYS void codes_of(const int format, const char *record, int64_t groups, Codes *to) {
+    const int lines = (int)(formats[format].bytes * (SPAN / formats[format].inputs) * STRIP / 64);
+    const int shared = together(format), minimum = formats[format].sums & MINIMUM;
+    const __m512i offset = _mm512_set1_epi8((char)(1 << formats[format].shift));
+    for (int side = 0; side < SIDES; side++)
+        for (int64_t first = 0; first < groups; first += shared)
+            _Pragma("GCC unroll 4") for (int g = 0; g < shared; g++) {
+                prefetch_part(record, lines, side * GROUPS + first + g, SIDES * GROUPS);
+                EACH_NUMBER(w, 8) {
+                    bits codes = code_word(format, record, first, g, w, side);
+                    if (!minimum) codes = (bits)_mm512_sub_epi8((__m512i)codes, offset);
+                    memcpy(&to->words[8 * (first + g) + w][side * LANES], &codes, sizeof codes);
+                }
+            }
+}
+
+/* Adds the scaled products of `parts` parts of a span from `first` on to the sums of a side of two
+ * rows, so that the sums of one need not wait for those of the other. */
+ALWAYS void add_products(const int format, const bits (*products)[2 * TILE_ROWS][SIDES],
+        const Scales *scales, const Activations *x, int64_t row, int64_t other, int64_t first,
+        int64_t parts, lanes (*to)[SIDES]) {
+    const int minimum = formats[format].sums & MINIMUM;
+    const int halved = formats[format].sums & HALF_GROUPS ? 2 : 1;
+    const int start = halved == 2 ? 0 : HALVES;
+    const int64_t rows[2] = {row, other};
+    lanes sum[2][SIDES];
+    EACH_NUMBER(i, 2) EACH_SIDE_OF_STRIP sum[i][side] = to[rows[i]][side];
+    for (int64_t p = 0; p < parts; p++) {
+        int64_t part = first + p;
+        EACH_NUMBER(i, 2) {
+            lanes unit = spread(x[rows[i]].scale[part / halved]);
+            EACH_SIDE_OF_STRIP sum[i][side] = fused(
+                    loaded(scales->scale[part] + side * LANES) * unit,
+                    number(products[p][rows[i]][side]), sum[i][side]);
+            if (!minimum) continue;
+            lanes offset = spread(x[rows[i]].sum[start + part]);
+            EACH_SIDE_OF_STRIP sum[i][side] = fused(
+                    loaded(scales->minimum[part] + side * LANES), offset, sum[i][side]);
+        }
+    }
+    EACH_NUMBER(i, 2) EACH_SIDE_OF_STRIP to[rows[i]][side] = sum[i][side];
+}
+
+/* As `add_span` with unpacked codes, for up to BLOCK_ROWS rows: tiles sum the same products of
+ * codes. Two tiles may share rows. */
+ALWAYS void add_tiles(const int format, const Codes *weights, const Scales *scales,
+        const Activations *x, int64_t rows, int64_t groups, lanes (*to)[SIDES]) {
+    const int halved = formats[format].sums & HALF_GROUPS ? 2 : 1, count = 8 / halved;
+    int64_t parts = groups * halved, size = rows < TILE_ROWS ? rows : TILE_ROWS, low = rows - size;
+    bits products[PARTS][2 * TILE_ROWS][SIDES];
+    tiled(size, 0, count);
+    for (int64_t first = 0; first < parts; first += PARTS) {
+        int64_t some = parts - first < PARTS ? parts - first : PARTS;
+        WRITTEN;
+        for (int64_t p = 0; p < some; p++) {
+            int64_t word = (first + p) * count;
+            _tile_zero(0); _tile_zero(1);
+            _tile_loadd(4, x->codes + word, sizeof *x);
+            _tile_loadd(6, weights->words[word], sizeof *weights->words);
+            _tile_dpbssd(0, 4, 6);
+            _tile_loadd(7, weights->words[word] + LANES, sizeof *weights->words);
+            _tile_dpbssd(1, 4, 7);
+            _tile_stored(0, products[p], sizeof **products);
+            _tile_stored(1, &products[p][0][1], sizeof **products);
+            if (!low) continue;
+            _tile_zero(2); _tile_zero(3);
+            _tile_loadd(5, x[low].codes + word, sizeof *x);
+            _tile_dpbssd(2, 5, 6);
+            _tile_dpbssd(3, 5, 7);
+            _tile_stored(2, products[p][low], sizeof **products);
+            _tile_stored(3, &products[p][low][1], sizeof **products);
+        }
+        WRITTEN;
+        for (int64_t r = 0; r < rows; r += 2)
+            add_products(format, products, scales, x, r, r + 1 < rows ? r + 1 : r, first, some, to);
+    }
+}
+#endif
+
 #define EACH_FORMAT(X) X(Q8_0) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) \
     X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4)
+
+#if TILES
+#define UNPACK_FOR_TILES(FORMAT) \
+    Codes codes __attribute__((aligned(64))); \
+    int tiles = rows >= TILED_FROM; \
+    if (tiles) codes_of(FORMAT, record, groups, &codes);
+#define ADD_BY_TILES(FORMAT) \
+    if (tiles) add_tiles(FORMAT, &codes, &scales, x, count, groups, sums + (from - row)); \
+    else
+#else
+#define UNPACK_FOR_TILES(FORMAT)
+#define ADD_BY_TILES(FORMAT)
+#endif
 
 /* Multiplies a span of a strip with the rows of chunks `top` to `bottom`. */
 #define MULTIPLY_SPAN(FORMAT) \
@@ -369,9 +473,11 @@ ALWAYS void add_span(const int format, const char *record, const Scales *scales,
         Scales scales __attribute__((aligned(64))); \
         scales_of(FORMAT, record, groups, &scales); \
         int64_t rows = of->rows, chunks = of->chunks, row = rows * top / chunks; \
+        UNPACK_FOR_TILES(FORMAT) \
         for (int64_t c = top; c < bottom; c++) { \
             int64_t from = rows * c / chunks, count = rows * (c + 1) / chunks - from; \
             const Activations *x = of->activations + from * of->spans + span * count; \
+            ADD_BY_TILES(FORMAT) \
             add_span(FORMAT, record, &scales, x, count, groups, c == top, sums + (from - row)); \
         } \
     }

@@ -38,15 +38,18 @@ typedef struct {
 /* of a thread's tiles; 0 if it has none */
 static _Thread_local int64_t tile_form;
 
-/* Configures tiles for chunks of so many rows; the lower may have none: sums 0 to 3, rows 4 and 5,
- * weights 6, 7. */
-static void tiled(int64_t upper, int64_t lower) {
-    int64_t wanted = upper * (TILE_ROWS + 1) + lower;
+/* Configures tiles for chunks of so many rows, of which the lower may have none, and for so many
+ * words of weights: sums 0 to 3, rows 4 and 5, weights 6, 7. */
+static void tiled(int64_t upper, int64_t lower, int64_t words) {
+    int64_t wanted = (upper * (TILE_ROWS + 1) + lower) * (TILE_BLOCK + 1) + words;
     if (tile_form == wanted) return;
     tile_form = wanted;
     uint8_t first = (uint8_t)upper, second = (uint8_t)(lower ? lower : upper);
-    Tiles tiles = {.palette = 1, .rows = {first, first, second, second, first, second, 16, 16}};
-    for (int tile = 0; tile < 8; tile++) tiles.bytes[tile] = 64;
+    uint8_t weights = (uint8_t)words;
+    Tiles tiles = {.palette = 1,
+        .rows = {first, first, second, second, first, second, weights, weights}};
+    for (int tile = 0; tile < 8; tile++)
+        tiles.bytes[tile] = tile == 4 || tile == 5 ? (uint16_t)(4 * words) : 64;
     WRITTEN;
     _tile_loadconfig(&tiles);
 }
@@ -134,7 +137,7 @@ static void tile_panel(const Product *of, int64_t first, int64_t last, int64_t t
             int64_t above = middle - from, below = to - middle;
             const int32_t *upper = inputs_at(of, from, above, b * TILE_BLOCK);
             const int32_t *lower = inputs_at(of, middle, below, b * TILE_BLOCK);
-            tiled(above, below);
+            tiled(above, below, TILE_BLOCK);
             WRITTEN;
             const char *one = weights_at(of, first, b * TILE_BLOCK);
             const char *two = weights_at(of, last - 1, b * TILE_BLOCK);
