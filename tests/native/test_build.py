@@ -140,7 +140,10 @@ def test_levels_are_lowered_and_never_raised(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(module, "features", lambda: frozenset(X86["avx512"][0].split()))
     assert able("amx") == able("avx512") == ["avx512", "avx2"] and able("avx2") == ["avx2"]
     monkeypatch.setattr(module, "features", lambda: frozenset(X86["amx"][0].split()))
-    assert able("avx512") == ["avx512-bf16", "avx512", "avx2"] and able()[0] == "amx"
+    assert able("avx512") == ["avx512", "avx2"] and able()[0] == "amx"
+    of_amd = frozenset(X86["avx512-bf16"][0].split())
+    monkeypatch.setattr(module, "features", lambda: of_amd)
+    assert able() == ["avx512-bf16", "avx512", "avx2"]
     with pytest.raises(BadInput, match="choose one of avx2"):
         able("sse9")
 

@@ -57,6 +57,9 @@ static inline halves shortened_bits(lanes x) {
 #ifndef MATRICES
 #define MATRICES 0
 #endif
+#ifndef PAIRS
+#define PAIRS 0
+#endif
 
 static inline lanes wide(const bf16 *from) {
     halves h;

@@ -5,6 +5,7 @@
 /* Whether there are instructions for products of small matrices in 8 bits and in bfloat16. */
 #if defined(__ARM_FEATURE_MATMUL_INT8) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define MATRICES 1
+#define PAIRS 1
 #endif
 
 static inline lanes widened(halves h) { return (lanes)vshll_n_u16((uint16x4_t)h, 16); }

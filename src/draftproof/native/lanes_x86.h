@@ -134,6 +134,15 @@ ALWAYS bits dotted(bits sum, bits weights, int32_t codes) {
 }
 #endif
 
+#ifdef __AVX512BF16__
+/* Sums of products of the two weights of each lane, in bfloat16, with the same two numbers. */
+#define PAIRS 1
+ALWAYS lanes dotted_pairs(lanes sum, bits weights, int32_t numbers) {
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights,
+                                   (__m512bh)_mm512_set1_epi32(numbers));
+}
+#endif
+
 /* Transposes a square: in halves of halves, off-diagonal parts are swapped. */
 static inline void transposed(lanes *square) {
     integers one[LANES], two[LANES];

@@ -64,9 +64,10 @@ static int32_t coded(const bf16 *x, int64_t size, int64_t padded, float factor, 
     return all;
 }
 
-/* Numbers as floats for vectors, or unchanged for tiles and matrices, with zeros up to `padded`. */
+/* Numbers as floats, or unchanged for instructions that take pairs and for tiles, with zeros up to
+ * `padded`. */
 static void copied(const bf16 *x, int64_t size, int64_t padded, int32_t *words) {
-    if (TILES || MATRICES) {
+    if (TILES || PAIRS) {
         memcpy(words, x, (size_t)size * sizeof *x);
         memset((bf16 *)words + size, 0, (size_t)(padded - size) * sizeof *x);
         return;

@@ -24,7 +24,7 @@ enum { BLOCK = 64, STRIPS = 4 };
 
 /* Words of inputs per word of weights: bfloat16 is read as float, except by instructions that take
  * pairs of bfloat16. */
-#define WIDTH_OF(kind) ((kind) == BFLOAT16 ? 2 - MATRICES : 1 + WIDE_CODES)
+#define WIDTH_OF(kind) ((kind) == BFLOAT16 ? 2 - PAIRS : 1 + WIDE_CODES)
 
 /* NEON multiplies signed numbers: 8-bit weights less 128. */
 #if LANES == 4 && !MATRICES

@@ -10,7 +10,7 @@ typedef struct { bits even, odd; } Weight;
 ALWAYS Weight weight_of(const int kind, const char *from) {
     bits w;
     memcpy(&w, from, sizeof w);
-    if (kind == BFLOAT16 && !MATRICES) return (Weight){w << 16, w & ~0xffff};
+    if (kind == BFLOAT16 && !PAIRS) return (Weight){w << 16, w & ~0xffff};
 #if WIDE_CODES
     return (Weight){w & 0x00ff00ff, (bits)_mm256_srli_epi16((__m256i)w, 8)};
 #else
@@ -22,7 +22,7 @@ ALWAYS Weight weight_of(const int kind, const char *from) {
 /* Continues a sum over one word of weights and its inputs. */
 ALWAYS lanes added(const int kind, lanes sum, Weight weight, const int32_t *inputs) {
     if (kind == BFLOAT16) {
-#if MATRICES
+#if PAIRS
         return dotted_pairs(sum, weight.even, inputs[0]);
 #endif
         sum = fused((lanes)weight.even, (lanes)((bits){} + inputs[0]), sum);
