@@ -220,6 +220,12 @@ ALWAYS void scales_of(const int format, const char *record, int64_t groups, Scal
  * own instructions. */
 ALWAYS int together(const int format) { return format == Q4_K ? 2 : format == Q6_K ? 4 : 1; }
 
+/* Whether codes of group `g`, of those unpacked together, stay in the upper halves of bytes where
+ * products of unsigned bytes are summed in 32 bits. The sum of products is shifted then. */
+ALWAYS int is_raised(const int format, const int g) {
+    return !WIDE_CODES && !SIGNED_WEIGHTS && format == Q4_K && g;
+}
+
 /* Word `w` of the codes of 32 inputs whose lower halves of bytes are the first 16. */
 ALWAYS bits nibble_word(const char *record, int64_t from, const int w, int64_t side,
         const uint8_t *table) {
@@ -228,10 +234,10 @@ ALWAYS bits nibble_word(const char *record, int64_t from, const int w, int64_t s
     return table ? looked_up(table, codes) : codes;
 }
 
-/* Word `w` of the codes of group `first + g` of a span, in bytes: unsigned, four inputs each.
- * `first` is a multiple of `together(format)`, which `g` is less than. */
+/* Word `w` of the codes of group `first + g` of a span, in bytes: unsigned, four inputs each, or if
+ * raised, 16 times as large. `first` is a multiple of `together(format)`, which `g` is less than. */
 ALWAYS bits code_word(const int format, const char *record, int64_t first, const int g,
-        const int w, int64_t side) {
+        const int w, int64_t side, const int raised) {
     const Format *form = formats + format;
     const int64_t group = first + g;
     if (form->inputs == 32) record += group * form->bytes * STRIP;
@@ -250,7 +256,7 @@ ALWAYS bits code_word(const int format, const char *record, int64_t first, const
     case IQ4_XS: return nibble_word(record, 2 + 4 * group, w, side, nonlinear);
     case Q4_K: {
         bits both = word_at(record, 4 + 4 * first + w, side);
-        return (g ? shifted(both, 4) : both) & LOW_4;
+        return raised ? both & ~LOW_4 : (g ? shifted(both, 4) : both) & LOW_4;
     }
     case Q5_K: {
         bits low = shifted(word_at(record, 12 + group / 2 * 8 + w, side), group % 2 * 4) & LOW_4;
@@ -272,11 +278,11 @@ ALWAYS bits code_word(const int format, const char *record, int64_t first, const
 }
 
 /* `start` and the products of `count` words of codes with those of a row. Codes of weights are
- * unsigned. Without VNNI products are summed in 16 bits, so many words of them as these hold: 8 of
- * small codes, up to 15; 2 of medium ones, up to 63; of large ones, one word of their distances
- * from 128, the signs of which go over to the activations. */
-ALWAYS bits dot_of(const int sums, const int count, const bits *weight, const int32_t *codes,
-        bits start) {
+ * unsigned; if raised, they are 16 times as large. Without VNNI products are summed in 16 bits, so
+ * many words of them as these hold: 8 of small codes, up to 15; 2 of medium ones, up to 63; of large
+ * ones, one word of their distances from 128, the signs of which go over to the activations. */
+ALWAYS bits dot_of(const int sums, const int count, const int raised, const bits *weight,
+        const int32_t *codes, bits start) {
 #if !WIDE_CODES
     (void)sums;
     bits other = {};                            /* two chains halve the latency */
@@ -285,7 +291,9 @@ ALWAYS bits dot_of(const int sums, const int count, const bits *weight, const in
         other = dotted(other, weight[k + 1], codes[k + 1]);
     }
     start += other;
+    if (raised) start >>= 4;                    /* formats with a minimum start from zero */
 #else
+    (void)raised;
     const int together = sums & BITS_8 ? 1 : sums & BITS_6 ? 2 : count;
     const __m256i units = _mm256_set1_epi16(1);
     _Pragma("GCC unroll 8") for (int k = 0; k < count; k += together) {
@@ -313,25 +321,30 @@ ALWAYS void prefetch_part(const char *record, const int lines, int64_t step, con
     }
 }
 
-/* Adds a span of a strip to the sums of `rows` rows. The codes of a group are unpacked into
- * registers once, for all rows. */
+/* Adds a span of a strip to the sums of `rows` rows, or of a single row. The codes of a group are
+ * unpacked into registers once, for all rows. */
 ALWAYS void add_span(const int format, const char *record, const Scales *scales,
-        const Activations *x, int64_t rows, int64_t groups, int first_rows, lanes (*to)[SIDES]) {
+        const Activations *x, int64_t rows, const int single, int64_t groups, int first_rows,
+        lanes (*to)[SIDES]) {
     const int sums = (int)formats[format].sums, minimum = sums & MINIMUM, V = BLOCK_SIDES;
     const int parts = sums & HALF_GROUPS ? 2 : 1, count = 8 / parts, start = parts == 2 ? 0 : HALVES;
     /* subtracts the offset from the codes */
     const int signs = sums & BITS_8 && (WIDE_CODES || SIGNED_WEIGHTS);
     const int lines = (int)(formats[format].bytes * (SPAN / formats[format].inputs) * STRIP / 64);
     const int shared = together(format);
-    for (int64_t side = 0; side < SIDES; side += V)
+    for (int64_t side = 0; side < SIDES; side += V) {
+        lanes only[2];                          /* the sums of a single row, in registers */
+        if (single) EACH_NUMBER(v, V) only[v] = to[0][side + v];
         for (int64_t first = 0; first < groups; first += shared)
             _Pragma("GCC unroll 8") for (int p = 0; p < shared * parts; p++) {
             const int g = p / parts, half = p % parts;
+            const int raised = is_raised(format, g);
             const int64_t group = first + g, part = first * parts + p, at = start + part;
             bits weight[2][8];
             _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
                 _Pragma("GCC unroll 8") for (int k = 0; k < count; k++) {
-                    weight[v][k] = code_word(format, record, first, g, 4 * half + k, side + v);
+                    weight[v][k] = code_word(format, record, first, g, 4 * half + k, side + v,
+                            raised);
                     if (signs) weight[v][k] ^= (int)0x80808080;
                 }
             if (first_rows)
@@ -342,21 +355,23 @@ ALWAYS void add_span(const int format, const char *record, const Scales *scales,
                 scale[v] = loaded(scales->scale[part] + (side + v) * LANES);
                 if (minimum) least[v] = loaded(scales->minimum[part] + (side + v) * LANES);
             }
-            for (int64_t r = 0; r < rows; r++) {
+            for (int64_t r = 0; r < (single ? 1 : rows); r++) {
                 const int32_t *codes = x[r].codes + 8 * group + 4 * half;
                 lanes unit = spread(x[r].scale[group]);
                 bits dot[2];
                 _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
                     dot[v] = minimum || signs ? (bits){} : (bits){} + x[r].offset[at];
                 _Pragma("GCC unroll 2") for (int v = 0; v < V; v++)
-                    dot[v] = dot_of(sums, count, weight[v], codes, dot[v]);
+                    dot[v] = dot_of(sums, count, raised, weight[v], codes, dot[v]);
                 _Pragma("GCC unroll 2") for (int v = 0; v < V; v++) {
-                    lanes sum = fused(scale[v] * unit, number(dot[v]), to[r][side + v]);
-                    if (minimum) sum = fused(least[v], spread(x[r].sum[at]), sum);
-                    to[r][side + v] = sum;
+                    lanes *sum = single ? only + v : to[r] + side + v;
+                    *sum = fused(scale[v] * unit, number(dot[v]), *sum);
+                    if (minimum) *sum = fused(least[v], spread(x[r].sum[at]), *sum);
                 }
             }
         }
+        if (single) EACH_NUMBER(v, V) to[0][side + v] = only[v];
+    }
 }
 
 #if TILES
@@ -380,7 +395,7 @@ ALWAYS void codes_of(const int format, const char *record, int64_t groups, Codes
             _Pragma("GCC unroll 4") for (int g = 0; g < shared; g++) {
                 prefetch_part(record, lines, side * GROUPS + first + g, SIDES * GROUPS);
                 EACH_NUMBER(w, 8) {
-                    bits codes = code_word(format, record, first, g, w, side);
+                    bits codes = code_word(format, record, first, g, w, side, 0);
                     if (!minimum) codes = (bits)_mm512_sub_epi8((__m512i)codes, offset);
                     memcpy(&to->words[8 * (first + g) + w][side * LANES], &codes, sizeof codes);
                 }
@@ -459,7 +474,7 @@ ALWAYS void add_tiles(const int format, const Codes *weights, const Scales *scal
     int tiles = rows >= TILED_FROM; \
     if (tiles) codes_of(FORMAT, record, groups, &codes);
 #define ADD_BY_TILES(FORMAT) \
-    if (tiles) add_tiles(FORMAT, &codes, &scales, x, count, groups, sums + (from - row)); \
+    if (tiles) add_tiles(FORMAT, &codes, &scales, x, count, groups, to); \
     else
 #else
 #define UNPACK_FOR_TILES(FORMAT)
@@ -477,8 +492,10 @@ ALWAYS void add_tiles(const int format, const Codes *weights, const Scales *scal
         for (int64_t c = top; c < bottom; c++) { \
             int64_t from = rows * c / chunks, count = rows * (c + 1) / chunks - from; \
             const Activations *x = of->activations + from * of->spans + span * count; \
+            lanes (*to)[SIDES] = sums + (from - row); \
             ADD_BY_TILES(FORMAT) \
-            add_span(FORMAT, record, &scales, x, count, groups, c == top, sums + (from - row)); \
+            if (count > 1) add_span(FORMAT, record, &scales, x, count, 0, groups, c == top, to); \
+            else add_span(FORMAT, record, &scales, x, 1, 1, groups, c == top, to); \
         } \
     }
 EACH_FORMAT(MULTIPLY_SPAN)
@@ -497,7 +514,7 @@ typedef struct {
         scales_of(FORMAT, record, groups, &to->scales); \
         for (int64_t g = 0; g < groups; g++) EACH_SIDE_OF_STRIP EACH_NUMBER(w, 8) { \
             bits codes = code_word(FORMAT, record, g & -together(FORMAT), \
-                    (int)(g & (together(FORMAT) - 1)), w, side); \
+                    (int)(g & (together(FORMAT) - 1)), w, side, 0); \
             memcpy(&to->words[8 * g + w][side * LANES], &codes, sizeof codes); \
         } \
     }
