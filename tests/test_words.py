@@ -19,6 +19,9 @@ ROOT, TESTS = Path(draftproof.__file__).parent, Path(__file__).parent
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 FILES |= {f"tests/{path.relative_to(TESTS)}": path for path in sorted(TESTS.rglob("*.py"))
           if path != Path(__file__)}
+FILES |= {str(path.relative_to(TESTS.parent)): path
+          for pattern in ("setup.py", ".ci/**/*.py", "recipes/**/*.py")
+          for path in sorted(TESTS.parent.glob(pattern))}      # absent outside of the repository
 
 EMPTY_NAMES = {"one", "found", "own", "given", "said", "some"}
 """A variable is called after what it holds."""

@@ -1,17 +1,18 @@
-"""The same weights through draftproof, llama.cpp, ik_llama.cpp, OpenVINO GenAI and transformers.
+"""Run the same weights in draftproof, llama.cpp, ik_llama.cpp, OpenVINO GenAI and transformers.
 
     python recipes/compare/compare.py --model FOLDER --gguf FILE [--draft FOLDER --draft-gguf FILE]
         --prompts FILE [--bits 16 8 4] [--engines ours llama.cpp openvino transformers]
 
-Each engine runs in a process of its own (workers.py), with the number of threads it is quickest
-with. For each number of bits every prompt is completed by every engine, plain and speculating,
-before the next; the order rotates. Token ids go in and come out. Speculating, an engine drafts with
-the draft model, in the same bits; without one, by its default (ours) or prompt lookup (the others).
-Speculated texts are compared with the engine's own plain ones: engines round differently, so texts
-of different engines part at near-ties. With --texts, the distance of the weights from the folder's
-is measured, too: our forward reads what ours and llama.cpp were given, as quantized_kl.py does.
-Prints a table; Markdown and JSON go to --out.
-README.md says which packages the others need.
+Each engine runs in its own process (workers.py), with the number of threads that makes it fastest.
+For each number of bits, all engines complete a prompt, with and without speculation, before the
+next prompt; their order rotates. The engines receive and return token ids. To speculate, an engine
+drafts with the draft model, in the same number of bits; without a draft model, draftproof (`ours`)
+uses its default drafter, and the others use prompt lookup. Speculated texts are compared with the
+plain texts of the same engine: engines round differently, so texts of different engines diverge at
+near-ties. --texts also measures the KL divergence of the weights from the folder's: our own forward
+pass reads the files that draftproof and llama.cpp ran, as in quantized_kl.py.
+Prints a table; --out names the folder for the results as Markdown and JSON.
+README.md lists the packages that the other engines need.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ EDITS = (
     "Rename the variables so that they say what they hold.", "Add type hints to every variable.",
     "Let it raise ValueError if an argument is None.", "Add a comment above each step.",
 )
-"""What --edits asks for of HumanEval's functions, in turn."""
+"""The changes to HumanEval's functions that --edits asks for, in turn."""
 PROBE = 24
-"""New tokens of the runs that choose the number of threads."""
+"""New tokens in the runs that choose the number of threads."""
 NAMES = {False: "plain", True: "speculating"}
 
 
 @dataclass
 class Contestant:
-    """An engine at some bits: its process, and what it wrote, by speculating or not."""
+    """An engine with weights of `bits` bits, its process, and its runs by `speculate`."""
 
     engine: str
     bits: int
@@ -81,9 +82,9 @@ class Contestant:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise Missing(f"{self.engine} ended early, with code {self.process.wait()}")
-        told: dict[str, Any] = json.loads(line)
-        return told
+            raise Missing(f"{self.engine} exited early, with code {self.process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -96,17 +97,17 @@ class Contestant:
 
 
 class Files:
-    """The models in each engine's format and bits; converted once, and kept in a folder."""
+    """The models in each engine's format and number of bits, converted once, kept in a folder."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.folder = given, given.folder
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.folder = options, options.folder
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def of(self, engine: str, bits: int, model: Path, gguf: Path | None) -> Path:
-        """A folder, or the GGUF file itself where an engine reads it and it has these bits.
+        """The folder or file that an engine loads; the GGUF file itself if its bits are right.
 
         Raises:
-            Missing: The format cannot be made.
+            Missing: The model cannot be converted.
         """
         if engine.endswith("llama.cpp"):
             if gguf is None:
@@ -117,175 +118,181 @@ class Files:
         return self._openvino(model, bits) if engine == "openvino" else model
 
     def _bits(self, file: Path, model: Path) -> int:
-        """Which of 16, 8 and 4 bits a weight of a GGUF file has, about."""
+        """The bits per weight of a GGUF file, rounded to 16, 8 or 4."""
         weights = sum(part.stat().st_size for part in model.glob("*.safetensors")) / 2
         stored = 8 * file.stat().st_size / weights if weights else 0.0
         return 4 if stored < 6.5 else 8 if stored < 10 else 16
 
     def _gguf(self, file: Path, bits: int, model: Path) -> Path:
-        """`file` itself if it has about so many bits per weight, else what llama-quantize makes."""
+        """`file` itself if it has about `bits` bits per weight, else what llama-quantize makes."""
         if bits == self._bits(file, model):
             return file
         made = self.folder / f"{file.stem}-{GGUF_TYPES[bits]}.gguf"
-        server = self.given.llama_server
+        server = self.options.llama_server
         tool = server.with_name("llama-quantize") if server else shutil.which("llama-quantize")
         if not made.exists() and not (tool and Path(tool).exists()):
-            raise Missing(f"llama-quantize, which makes {made.name}, is not beside llama-server")
+            raise Missing(f"llama-quantize, which makes {made.name}, is not next to llama-server")
         return self._made(made, [tool, "--allow-requantize", file, "{}", GGUF_TYPES[bits]])
 
     def _openvino(self, model: Path, bits: int) -> Path:
         made = self.folder / f"{model.name}-openvino-{OPENVINO_FORMATS[bits]}"
-        tool = Path(self.given.openvino_python or sys.executable).with_name("optimum-cli")
+        tool = Path(self.options.openvino_python or sys.executable).with_name("optimum-cli")
         if not made.exists() and not tool.exists():
-            raise Missing("optimum-cli, which makes OpenVINO's format, is not there: "
+            raise Missing("optimum-cli, which makes OpenVINO's format, is not installed: "
                           "pip install optimum-intel")
         return self._made(made, [tool, "export", "openvino", "--model", model, "--task",
                                  "text-generation-with-past", "--weight-format",
                                  OPENVINO_FORMATS[bits], "{}"])
 
-    def _made(self, place: Path, command: Sequence[Any]) -> Path:
-        """`place`, made by a command if it is not there; what fails leaves nothing of that name."""
-        if not place.exists():
-            part = place.with_name(f".part-{place.name}")
+    def _made(self, path: Path, command: Sequence[Any]) -> Path:
+        """`path`, made by a command if it does not exist; a failed command leaves nothing there."""
+        if not path.exists():
+            part = path.with_name(f".part-{path.name}")
             words = [str(word).replace("{}", str(part)) for word in command]
-            there = os.environ | {"PYTHONPATH": ""}     # it may be of another environment
-            done = subprocess.run(words, capture_output=True, text=True, check=False, env=there)
+            environment = os.environ | {"PYTHONPATH": ""}       # the tool may have another Python
+            done = subprocess.run(words, capture_output=True, text=True, check=False,
+                                  env=environment)
             if done.returncode != 0 or not part.exists():
-                said = (done.stderr + done.stdout).strip().splitlines() or ["it said nothing"]
-                raise Missing(f"{Path(words[0]).name} could not make {place.name}: {said[-1]}")
-            part.rename(place)
-        return place
+                output = (done.stderr + done.stdout).strip().splitlines() or ["it printed nothing"]
+                raise Missing(f"{Path(words[0]).name} could not make {path.name}: {output[-1]}")
+            part.rename(path)
+        return path
 
 
 def start(
-    given: argparse.Namespace, files: Files, engine: str, bits: int, threads: int
+    options: argparse.Namespace, files: Files, engine: str, bits: int, threads: int
 ) -> Contestant:
-    """A worker with its models loaded; raises Missing where it cannot be had."""
-    draft = files.of(engine, bits, given.draft, given.draft_gguf) if given.draft else None
-    model = files.of(engine, bits, given.model, given.gguf)
+    """A worker whose models are loaded; raises Missing if it cannot be started."""
+    draft = files.of(engine, bits, options.draft, options.draft_gguf) if options.draft else None
+    model = files.of(engine, bits, options.model, options.gguf)
     spec = {"model": str(model), "draft": draft and str(draft), "bits": bits, "threads": threads,
-            "draft_tokens": given.draft_tokens,
-            "temperature": given.temperature, "speculate": given.speculate}
-    python = (given.openvino_python if engine == "openvino" else None) or sys.executable
-    servers = {"LLAMA_SERVER": given.llama_server, "IK_LLAMA_SERVER": given.ik_llama_server}
+            "draft_tokens": options.draft_tokens,
+            "temperature": options.temperature, "speculate": options.speculate}
+    python = (options.openvino_python if engine == "openvino" else None) or sys.executable
+    servers = {"LLAMA_SERVER": options.llama_server, "IK_LLAMA_SERVER": options.ik_llama_server}
     extra = {name: str(server) for name, server in servers.items() if server}
     process = subprocess.Popen(
         [python, HERE / "workers.py", engine, json.dumps(spec)], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=None if given.verbose else subprocess.DEVNULL,
+        stderr=None if options.verbose else subprocess.DEVNULL,
         env=os.environ | extra | {"OMP_NUM_THREADS": str(threads)})
     contestant = Contestant(engine, bits, threads, process, model)
-    said = contestant.read()
-    if "missing" in said:
+    answer = contestant.read()
+    if "missing" in answer:
         contestant.close()
-        raise Missing(said["missing"])
+        raise Missing(answer["missing"])
     return contestant
 
 
 def quickest(
-    given: argparse.Namespace, files: Files, engine: str, bits: int, prompt: list[int]
+    options: argparse.Namespace, files: Files, engine: str, bits: int, prompt: list[int]
 ) -> Contestant:
-    """The worker with the number of threads that writes a short text soonest; warmed up."""
+    """A warm worker with the number of threads that writes a short text fastest."""
     best: tuple[float, Contestant] | None = None
-    for threads in given.threads:
-        one = start(given, files, engine, bits, threads)
-        seconds = min(one.write(prompt, PROBE, False)["seconds"] for _ in range(2))
-        if given.speculate:
-            one.write(prompt, PROBE, True)
+    for threads in options.threads:
+        contestant = start(options, files, engine, bits, threads)
+        seconds = min(contestant.write(prompt, PROBE, False)["seconds"] for _ in range(2))
+        if options.speculate:
+            contestant.write(prompt, PROBE, True)
         if best is None or seconds < best[0]:
             if best is not None:
                 best[1].close()
-            best = seconds, one
+            best = seconds, contestant
         else:
-            one.close()
+            contestant.close()
     assert best is not None
     return best[1]
 
 
 def measure(
-    given: argparse.Namespace, prompts: list[list[int]], say: Callable[[str], None]
+    options: argparse.Namespace, prompts: list[list[int]], say: Callable[[str], None]
 ) -> Iterator[Contestant | str]:
-    """Every contestant with its runs, bits after bits; a sentence for what cannot be had."""
-    files, modes = Files(given), (False, True) if given.speculate else (False,)
-    for bits in given.bits:
-        there: list[Contestant] = []
+    """The contestants with their runs, by number of bits; a sentence for each missing engine."""
+    files, modes = Files(options), (False, True) if options.speculate else (False,)
+    for bits in options.bits:
+        contestants: list[Contestant] = []
         try:
-            for engine in given.engines:
+            for engine in options.engines:
                 say(f"{engine}, {bits} bits: converting and loading")
                 try:
-                    there.append(quickest(given, files, engine, bits, prompts[0]))
+                    contestants.append(quickest(options, files, engine, bits, prompts[0]))
                 except Missing as error:
                     yield f"{engine}, {bits} bits: {error}"
-            tasks = [(one, how) for one in there for how in modes]
+            tasks = [(contestant, speculate) for contestant in contestants for speculate in modes]
             for place, prompt in enumerate(prompts):
                 shift = place % max(1, len(tasks))
-                for one, how in tasks[shift:] + tasks[:shift]:
-                    say(f"{bits} bits, prompt {place + 1}: {one.engine}, {NAMES[how]}")
-                    one.runs[how].append(one.write(prompt, given.new_tokens, how))
-            yield from there
+                for contestant, speculate in tasks[shift:] + tasks[:shift]:
+                    say(f"{bits} bits, prompt {place + 1}: {contestant.engine}, {NAMES[speculate]}")
+                    run = contestant.write(prompt, options.new_tokens, speculate)
+                    contestant.runs[speculate].append(run)
+            yield from contestants
         finally:
-            for one in there:
-                one.close()
+            for contestant in contestants:
+                contestant.close()
 
 
 def distances(
-    given: argparse.Namespace, contestants: Sequence[Contestant], say: Callable[[str], None]
+    options: argparse.Namespace, contestants: Sequence[Contestant], say: Callable[[str], None]
 ) -> dict[tuple[Path, int], float]:
-    """By model and bits, the mean KL divergence of the weights from the folder's, in nats; only of
-    formats that our forward reads."""
-    tokenizer = quantized_kl.Tokenizer.from_file(str(given.model / "tokenizer.json"))
-    windows = torch.cat([quantized_kl.windows(tokenizer, text, given.windows)
-                         for _, text in quantized_kl.texts(given.texts)])
+    """The mean KL divergence of the weights from the folder's, in nats, by model and number of
+    bits; only for formats that our own forward pass reads."""
+    tokenizer = quantized_kl.Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    windows = torch.cat([quantized_kl.windows(tokenizer, text, options.windows)
+                         for _, text in quantized_kl.texts(options.texts)])
     truth, result = [], dict[tuple[Path, int], float]()
     for contestant in contestants:
         key, is_file = (contestant.model, contestant.bits), contestant.model.is_file()
         if contestant.engine == "openvino" or key in result:
             continue
         if contestant.bits == 16 and not is_file:
-            result[key] = 0.0                           # they are the folder's
+            result[key] = 0.0                           # these are the folder's weights
             continue
-        say(f"distance of {contestant.engine}'s weights, {contestant.bits} bits")
+        say(f"KL divergence of {contestant.engine}'s weights, {contestant.bits} bits")
         if not truth:
-            original = quantized_kl.folder_model(given.model, None)
+            original = quantized_kl.folder_model(options.model, None)
             truth = [quantized_kl.log_probs(original, window) for window in windows]
             del original
         model = (native_gguf(contestant.model, torch.bfloat16) if is_file
-                 else quantized_kl.folder_model(given.model, f"int{contestant.bits}"))
+                 else quantized_kl.folder_model(options.model, f"int{contestant.bits}"))
         if model is not None:
-            read = [quantized_kl.log_probs(model, window) for window in windows]
-            result[key] = quantized_kl.distance(truth, read).kl
+            log_probs = [quantized_kl.log_probs(model, window) for window in windows]
+            result[key] = quantized_kl.distance(truth, log_probs).kl
     return result
 
 
 def rows_of(
     contestants: Sequence[Contestant], kl: dict[tuple[Path, int], float]
 ) -> list[dict[str, Any]]:
-    """A row per engine, bits and mode. tokens/s: prompts included; decode: without the first."""
+    """A row per engine, number of bits and mode.
+
+    tokens/s includes the time to read the prompt; decode counts from the first token on.
+    """
     rows = []
-    for one in contestants:
-        for how, runs in one.runs.items():
+    for contestant in contestants:
+        for speculate, runs in contestant.runs.items():
             if not runs:
                 continue
             counts = [len(run["tokens"]) for run in runs]
             after = sum(run["seconds"] - run["first"] for run in runs)
             rounds = [run["tokens_per_round"] for run in runs if run["tokens_per_round"]]
-            pairs = zip(runs, one.runs[False], strict=False)
-            same = sum(ours["tokens"] == plain["tokens"] for ours, plain in pairs)
+            pairs = zip(runs, contestant.runs[False], strict=False)
+            same = sum(run["tokens"] == plain["tokens"] for run, plain in pairs)
             rows.append({
-                "engine": one.engine, "bits": one.bits, "mode": NAMES[how], "threads": one.threads,
+                "engine": contestant.engine, "bits": contestant.bits, "mode": NAMES[speculate],
+                "threads": contestant.threads,
                 "tokens/s": sum(counts) / sum(run["seconds"] for run in runs),
                 "decode": (sum(counts) - len(runs)) / max(1e-9, after),
                 "first": median(run["first"] for run in runs),
-                "tokens/round": sum(rounds) / len(rounds) if rounds and how else None,
-                "same": f"{same}/{len(runs)}" if how else "",
-                "model": str(one.model), "kl": kl.get((one.model, one.bits)),
+                "tokens/round": sum(rounds) / len(rounds) if rounds and speculate else None,
+                "same": f"{same}/{len(runs)}" if speculate else "",
+                "model": str(contestant.model), "kl": kl.get((contestant.model, contestant.bits)),
                 "speeds": [len(run["tokens"]) / run["seconds"] for run in runs],
                 "texts": [run["tokens"] for run in runs]})
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]], **style: Any) -> Table:
-    """The quickest of each number of bits in bold."""
+    """A table with the fastest row of each number of bits in bold."""
     shown = Table(title_justify="left", pad_edge=False, **style)
     names = ("engine", "bits", "mode", "thre-|ads", "tokens|/s", "decode,|tokens|/s",
              "first|token,|s", "tokens/|round", "same|text", "KL,|nats")
@@ -295,7 +302,7 @@ def table(rows: Sequence[dict[str, Any]], **style: Any) -> Table:
             broken = name.replace("-|", "").replace("|/", "/").replace("/|", "/")
             broken = broken.replace("|", " ")
         shown.add_column(broken, justify="left" if place in (0, 2) else "right", no_wrap=True)
-    best = {row["bits"]: max(one["tokens/s"] for one in rows if one["bits"] == row["bits"])
+    best = {row["bits"]: max(other["tokens/s"] for other in rows if other["bits"] == row["bits"])
             for row in rows}
     for row in rows:
         rounds = f"{row['tokens/round']:.2f}" if row["tokens/round"] else ""
@@ -309,57 +316,58 @@ def table(rows: Sequence[dict[str, Any]], **style: Any) -> Table:
     return shown
 
 
-def read_prompts(given: argparse.Namespace) -> list[list[int]]:
-    """Token ids of prompts from all over a JSONL file, gzipped or not, in a chat if asked for."""
+def read_prompts(options: argparse.Namespace) -> list[list[int]]:
+    """Token ids of prompts spread over a JSONL file, gzipped or not; in a chat with --chat."""
     from transformers import AutoTokenizer
 
-    tokenizer, file = AutoTokenizer.from_pretrained(given.model), given.prompts
+    tokenizer, file = AutoTokenizer.from_pretrained(options.model), options.prompts
     opened = gzip.open if file.suffix == ".gz" else open
     with opened(file, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines if line.strip()]
-    rows = rows[:: max(1, len(rows) // given.limit)][: given.limit]
+    rows = rows[:: max(1, len(rows) // options.limit)][: options.limit]
     texts = [row.get("prompt") or row.get("text") or (row["messages"][0]["content"]
              if "messages" in row else row["turns"][0]) for row in rows]
-    if given.edits:
+    if options.edits:
         solved = [text + row["canonical_solution"] for text, row in zip(texts, rows, strict=True)]
         texts = [f"```python\n{code}```\n{change} Give the whole function again."
                  for code, change in zip(solved, cycle(EDITS), strict=False)]
-    if given.chat:
+    if options.chat:
         chats = [[{"role": "user", "content": text}] for text in texts]
         texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
                  for chat in chats]
-    return [list(tokenizer(text, add_special_tokens=not given.chat).input_ids) for text in texts]
+    return [list(tokenizer(text, add_special_tokens=not options.chat).input_ids) for text in texts]
 
 
-def options(cores: int) -> argparse.Namespace:
+def parse_options(cores: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face folder of the target")
-    add("--gguf", type=Path, help="the same weights as GGUF, for llama.cpp and ours")
+    add("--gguf", type=Path, help="the same weights as a GGUF file, for llama.cpp and draftproof")
     add("--draft", type=Path, help="Hugging Face folder of the draft model")
     add("--draft-gguf", type=Path)
-    add("--prompts", type=Path, required=True, help="JSONL (or .gz): prompt, text or turns")
-    add("--limit", type=int, default=8, help="prompts")
-    add("--chat", action="store_true", help="in the model's chat template")
-    add("--edits", action="store_true", help="of HumanEval: functions to change, in a chat")
+    add("--prompts", type=Path, required=True, help="JSONL (or .gz) with prompt, text or turns")
+    add("--limit", type=int, default=8, help="number of prompts")
+    add("--chat", action="store_true", help="apply the model's chat template")
+    add("--edits", action="store_true", help="ask for changes to HumanEval's functions, in a chat")
     add("--bits", type=int, nargs="+", choices=(16, 8, 4), default=[16, 8, 4])
     add("--new-tokens", type=int, default=128)
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     add("--temperature", type=float, default=0.0)
-    add("--draft-tokens", type=int, default=4, help="per round, of the others; ours finds its own")
+    add("--draft-tokens", type=int, default=4,
+        help="per round, for the other engines; draftproof chooses its own number")
     add("--threads", type=int, nargs="+", default=sorted({max(1, cores // 2), cores}),
-        help="numbers to choose from")
+        help="numbers of threads to try")
     add("--no-speculation", dest="speculate", action="store_false")
-    add("--folder", type=Path, default=Path("compare-models"), help="for converted models")
-    add("--out", type=Path, default=Path("compare"), help="for table and JSON")
-    add("--openvino-python", type=Path, help="one that has openvino-genai and optimum-intel")
-    add("--llama-server", type=Path, help="llama.cpp's server; llama-quantize lies beside it")
+    add("--folder", type=Path, default=Path("compare-models"), help="folder for converted models")
+    add("--out", type=Path, default=Path("compare"), help="folder for the table and the JSON file")
+    add("--openvino-python", type=Path, help="a Python that has openvino-genai and optimum-intel")
+    add("--llama-server", type=Path, help="llama.cpp's server, with llama-quantize next to it")
     add("--ik-llama-server", type=Path, help="the server of ik_llama.cpp, a fork of llama.cpp")
     add("--plot", type=Path, help="bars with intervals: .png, .svg or .pdf")
     add("--texts", type=Path, help="texts for the KL divergence of the weights: gutenberg/*.txt, "
         "humaneval/HumanEval.jsonl.gz, mt_bench/question.jsonl")
-    add("--windows", type=int, default=2, help="of 512 tokens, of each kind of text")
+    add("--windows", type=int, default=2, help="windows of 512 tokens of each kind of text")
     add("--verbose", action="store_true", help="show what the engines print")
     return parser.parse_args()
 
@@ -367,21 +375,23 @@ def options(cores: int) -> argparse.Namespace:
 def main() -> None:
     """Measure, print, write."""
     cores = psutil.cpu_count(logical=False) or 1
-    given = options(cores)
-    given.chat = given.chat or given.edits
-    check_plot_file(given.plot)
-    prompts, load = read_prompts(given), psutil.getloadavg()[0]
-    found: list[Contestant] = []
+    options = parse_options(cores)
+    options.chat = options.chat or options.edits
+    check_plot_file(options.plot)
+    prompts, load = read_prompts(options), psutil.getloadavg()[0]
+    contestants: list[Contestant] = []
     missing: list[str] = []
     console, status = Console(highlight=False), Console(stderr=True).status("")
     with status, contextlib.suppress(KeyboardInterrupt):
-        for one in measure(given, prompts, status.update):
-            missing.append(one) if isinstance(one, str) else found.append(one)
+        for result in measure(options, prompts, status.update):
+            missing.append(result) if isinstance(result, str) else contestants.append(result)
     kl = dict[tuple[Path, int], float]()
     with status, contextlib.suppress(KeyboardInterrupt):
-        kl = distances(given, found, status.update) if given.texts and found else kl
-    rows, draft = rows_of(found, kl), f", draft {given.draft.name}" if given.draft else ""
-    title = f"{given.model.name}{draft}, {len(prompts)} prompts, {given.new_tokens} new tokens"
+        if options.texts and contestants:
+            kl = distances(options, contestants, status.update)
+    rows = rows_of(contestants, kl)
+    draft = f", draft {options.draft.name}" if options.draft else ""
+    title = f"{options.model.name}{draft}, {len(prompts)} prompts, {options.new_tokens} new tokens"
     machine = f"{processor()}, {cores} cores; load average {load:.1f} before"
     notes = [*missing, machine]
     if rows:
@@ -389,23 +399,23 @@ def main() -> None:
     console.print("\n".join(notes), style="dim", markup=False)
     if not rows:
         raise SystemExit("nothing was measured")
-    given.out.mkdir(parents=True, exist_ok=True)
-    with (given.out / "compare.md").open("w", encoding="utf-8") as file:
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "compare.md").open("w", encoding="utf-8") as file:
         Console(file=file, width=200).print(table(rows, box=MARKDOWN))
         file.write("\n" + "\n".join(f"- {note}" for note in [title, *notes]) + "\n")
-    body = {"title": title, "rows": rows, "notes": notes, "arguments": vars(given)}
+    body = {"title": title, "rows": rows, "notes": notes, "arguments": vars(options)}
     text = json.dumps(body, indent=1, default=str) + "\n"
-    (given.out / "compare.json").write_text(text, encoding="utf-8")
-    if given.plot:
-        draw(rows, given.plot, title)
-    console.print(f"compare.md and compare.json are in {given.out}", style="dim")
+    (options.out / "compare.json").write_text(text, encoding="utf-8")
+    if options.plot:
+        draw(rows, options.plot, title)
+    console.print(f"compare.md and compare.json are in {options.out}", style="dim")
 
 
 def processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 if __name__ == "__main__":

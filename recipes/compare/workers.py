@@ -1,9 +1,10 @@
-"""One engine in a process of its own: reads requests as JSON lines on stdin, answers on stdout.
+"""Run one engine in its own process: it reads JSON lines from stdin and answers on stdout.
 
 compare.py starts ``python workers.py ENGINE SPEC``, SPEC being JSON: model, draft (folders or GGUF
 files; draft may be null), bits, threads, draft_tokens, temperature, speculate. The first answer is
-{"ready": true} or {"missing": why}; then, for each {"prompt": [ids], "new_tokens": N, "speculate":
-bool}, {"tokens": [...], "first": seconds, "seconds": seconds, "tokens_per_round": x or null}.
+{"ready": true} or {"missing": reason}; then each request {"prompt": [ids], "new_tokens": N,
+"speculate": bool} is answered by {"tokens": [...], "first": seconds, "seconds": seconds,
+"tokens_per_round": number or null}.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 PROXYLESS = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 LOADING = 300.0
-"""Seconds that a server may take to load its models."""
+"""The most seconds that a server may take to load its models."""
 
 
 class Missing(Exception):
@@ -31,16 +32,16 @@ class Missing(Exception):
 
 
 class Text(NamedTuple):
-    """New tokens, the clock when the first came, and tokens per target forward if it is known."""
+    """New tokens, the time of the first, and tokens per forward pass of the target, if known."""
 
     tokens: list[int]
     first: float
     tokens_per_round: float | None = None
 
 
-class Ours:
-    """draftproof: a GGUF file as it is, a folder in 8 and 4 bits by --quantize; without a draft
-    model, its default drafter."""
+class Draftproof:
+    """draftproof runs a GGUF file as it is, quantises a folder to 8 or 4 bits, and uses its default
+    drafter if there is no draft model."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         import torch
@@ -67,22 +68,23 @@ class Ours:
 
 
 class Transformers:
-    """``generate`` as shipped, in bfloat16; without a draft model, prompt lookup."""
+    """``generate`` as released, in bfloat16; prompt lookup if there is no draft model."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         if spec["bits"] != 16:
-            raise Missing("transformers quantises no weights on a CPU without other packages")
+            raise Missing("transformers cannot quantise weights on a CPU without other packages")
         torch.set_num_threads(spec["threads"])
         load = AutoModelForCausalLM.from_pretrained
         self.model = load(spec["model"], dtype=torch.bfloat16).eval()
         lookup = {"prompt_lookup_num_tokens": spec["draft_tokens"]}
         draft = spec["draft"] and load(spec["draft"], dtype=torch.bfloat16).eval()
         self.speculating = {"assistant_model": draft} if draft else lookup
-        heat = spec["temperature"]
-        self.sampling = {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}
+        temperature = spec["temperature"]
+        self.sampling = ({"do_sample": True, "temperature": temperature} if temperature
+                         else {"do_sample": False})
 
     def write(self, prompt: list[int], new_tokens: int, speculate: bool) -> Text:
         import torch
@@ -92,11 +94,11 @@ class Transformers:
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=streamer,
             pad_token_id=0, **self.sampling, **(self.speculating if speculate else {}))
-        return Text(out[0, len(prompt) :].tolist(), streamer.times[1])  # the prompt is put first
+        return Text(out[0, len(prompt) :].tolist(), streamer.times[1])  # [0] is the prompt's
 
 
 class Arrivals:
-    """A streamer, as generate asks for: notes when something comes."""
+    """A streamer for generate that records when each token arrives."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -105,11 +107,11 @@ class Arrivals:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, since nothing is buffered."""
 
 
 class OpenVino:
-    """``openvino_genai.LLMPipeline``; two pipelines, as drafting is decided when one is made."""
+    """``openvino_genai.LLMPipeline``; plain decoding and drafting each need a pipeline."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         try:
@@ -117,7 +119,7 @@ class OpenVino:
             import openvino_genai as genai
         except ImportError as error:
             raise Missing(f"OpenVINO GenAI cannot be imported ({error}): pip install "
-                          "openvino-genai, and name that Python by --openvino-python") from error
+                          "openvino-genai, and name that Python with --openvino-python") from error
         config = {"INFERENCE_NUM_THREADS": spec["threads"]}
         drafting: dict[str, Any] = {"prompt_lookup": True}
         if spec["draft"]:
@@ -128,12 +130,12 @@ class OpenVino:
             try:
                 pipeline = genai.LLMPipeline(spec["model"], "CPU", **config, **extra)
             except RuntimeError as error:
-                said = str(error).splitlines()[-1]
-                raise Missing(f"OpenVINO GenAI cannot load the model: {said}") from error
+                reason = str(error).splitlines()[-1]
+                raise Missing(f"OpenVINO GenAI cannot load the model: {reason}") from error
             self.pipelines[speculate], chosen = pipeline, pipeline.get_generation_config()
             chosen.apply_chat_template = False
-            heat = spec["temperature"]
-            chosen.do_sample, chosen.temperature = heat > 0, heat or 1.0
+            temperature = spec["temperature"]
+            chosen.do_sample, chosen.temperature = temperature > 0, temperature or 1.0
             if speculate:
                 chosen.num_assistant_tokens = spec["draft_tokens"]
                 chosen.max_ngram_size = 0 if spec["draft"] else 3
@@ -151,12 +153,12 @@ class OpenVino:
 
 
 class LlamaCpp:
-    """``llama-server`` on the loopback, one for plain decoding and one that drafts."""
+    """``llama-server`` on this machine: a server for plain decoding, and another that drafts."""
 
     options: tuple[str, ...] = ()
 
     def server(self) -> str:
-        """The program."""
+        """The path of the program."""
         server = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
         if server is None:
             raise Missing("llama-server is not on the PATH; build llama.cpp (its source is in the "
@@ -164,7 +166,7 @@ class LlamaCpp:
         return server
 
     def drafting(self, spec: dict[str, Any]) -> list[str]:
-        """Options with which the server drafts."""
+        """The server's options for drafting."""
         drafted = ["--spec-draft-n-max", str(spec["draft_tokens"])]
         if spec["draft"]:
             return ["--spec-type", "draft-simple", "--spec-draft-model", spec["draft"],
@@ -212,9 +214,9 @@ class LlamaCpp:
 
 
 class IkLlamaCpp(LlamaCpp):
-    """The fork of Iwan Kawrakow, which repacks weights when it loads them."""
+    """Iwan Kawrakow's fork, which repacks weights when it loads them."""
 
-    options = ("--run-time-repack", "--log-disable")        # or it writes to a file here
+    options = ("--run-time-repack", "--log-disable")        # else it writes a log file here
 
     def server(self) -> str:
         server = os.environ.get("IK_LLAMA_SERVER")
@@ -230,7 +232,7 @@ class IkLlamaCpp(LlamaCpp):
         return ["--spec-type", f"ngram-simple:{most}"]
 
     def tokens(self, parts: list[dict[str, Any]], speculate: bool) -> list[int]:
-        """It streams text alone."""
+        """The tokens of a streamed answer, which has no token ids, only text."""
         text = "".join(part.get("content", "") for part in parts)
         request = urllib.request.Request(
             f"{self.servers[speculate][0]}/tokenize", json.dumps({"content": text}).encode(),
@@ -251,7 +253,7 @@ def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
     while time.monotonic() - since < LOADING:
         if process.poll() is not None:
             code = process.returncode
-            raise Missing(f"llama-server ended with code {code} while loading; see --verbose")
+            raise Missing(f"llama-server exited with code {code} while loading; see --verbose")
         with contextlib.suppress(urllib.error.URLError, OSError):
             PROXYLESS.open(f"{address}/health", timeout=5).close()
             return
@@ -259,20 +261,20 @@ def _wait(address: str, process: subprocess.Popen[bytes]) -> None:
     raise Missing(f"llama-server did not load its models within {LOADING:.0f} seconds")
 
 
-ENGINES = {"ours": Ours, "transformers": Transformers, "openvino": OpenVino, "llama.cpp": LlamaCpp,
-           "ik_llama.cpp": IkLlamaCpp}
+ENGINES = {"ours": Draftproof, "transformers": Transformers, "openvino": OpenVino,
+           "llama.cpp": LlamaCpp, "ik_llama.cpp": IkLlamaCpp}
 
 
 def main() -> None:
-    """Load, then answer until stdin ends."""
-    out, sys.stdout = sys.stdout, sys.stderr                # libraries print what they like
+    """Load the engine, then answer requests until stdin ends."""
+    out, sys.stdout = sys.stdout, sys.stderr                # libraries may print
 
-    def answer(said: dict[str, Any]) -> None:
-        print(json.dumps(said), file=out, flush=True)
+    def answer(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=out, flush=True)
 
     try:
         engine: Any = ENGINES[sys.argv[1]](json.loads(sys.argv[2]))
-    except Exception as error:                              # whatever it is, the others go on
+    except Exception as error:                              # compare.py goes on with the others
         kind = "" if isinstance(error, Missing) else f"{type(error).__name__}: "
         answer({"missing": kind + " ".join(str(error).split())[:300]})
         return

@@ -1,4 +1,4 @@
-"""How TinyStories files are read, normalised, split and packed into windows."""
+"""Reads, normalises and splits TinyStories files, and packs the stories into windows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STRAIGHT = str.maketrans({
 
 
 def normalise(text: str) -> str:
-    """Straight quotes, no spaces at line ends, no blank lines, nothing around the story."""
+    """Make quotes straight; remove spaces at line ends, blank lines and space around the story."""
     text = text.translate(_STRAIGHT)
     text = re.sub(r"[ \t]{2,}", " ", text)
     return re.sub(r"[ \t]*\n\s*", "\n", text).strip()
@@ -39,7 +39,7 @@ def normalise(text: str) -> str:
 
 @dataclass(frozen=True)
 class Stories:
-    """The normalised stories of the given files, split, with what identifies the files."""
+    """The normalised stories, to train on and held out, and the SHA-256 hashes of the files."""
 
     train: list[str]
     held_out: list[str]
@@ -69,7 +69,7 @@ def load(paths: Sequence[Path]) -> Stories:
             stories = [story for index, story in enumerate(stories) if index not in chosen]
         train += stories
     if not held_out:
-        raise SystemExit("no file named *gpt4_clean*: nothing to hold out")
+        raise SystemExit("no file is named *gpt4_clean*, so no stories can be held out")
     return Stories(train, held_out, files)
 
 
@@ -79,7 +79,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Tok
 
 
 def join(documents: Sequence[Tokens]) -> Tokens:
-    """One stream; every document begins with the end-of-text token, and the stream ends with it."""
+    """All documents in a stream; the end-of-text token precedes each, and ends the stream."""
     mark = np.array([EOS], dtype=np.uint16)
     return np.concatenate([piece for document in documents for piece in (mark, document)] + [mark])
 
@@ -91,7 +91,7 @@ def windows(stream: Tokens, length: int) -> torch.Tensor:
 
 
 class Stream(Generic[T]):
-    """Endless batches, shuffled anew each epoch; its state is the epoch and the batch within it."""
+    """Endless batches, shuffled again in each epoch; the state is the epoch and the batch in it."""
 
     def __init__(self) -> None:
         self.epoch, self.at = 0, 0
@@ -103,7 +103,7 @@ class Stream(Generic[T]):
 
     @property
     def passes(self) -> float:
-        """How often everything has been seen."""
+        """The number of passes over the data."""
         return self.epoch + self.at / len(self._batches)
 
     def next(self) -> T:

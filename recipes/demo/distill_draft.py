@@ -1,4 +1,4 @@
-"""The embedded draft: its shape, and its distillation on text the target itself wrote."""
+"""The embedded draft model: its shape, and its distillation on text that the target wrote."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class LabelledStream(Stream[Labelled]):
 def divergence(
     model: LlamaForCausalLM, tokens: torch.Tensor, ids: torch.Tensor, logp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """KL(target || draft) with all tokens outside the target's best counted as one, the
-    cross-entropy on the target's choice, and the share of positions with the same choice."""
+    """KL(target || draft), the cross-entropy on the target's choice, and the share of positions
+    with the same choice. KL counts the tokens outside the target's best as a single token."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
     logits = logits.float()
-    own = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+    draft_logp = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
     p = logp.exp()
     rest = (1 - p.sum(-1)).clamp(min=1e-6)
-    own_rest = (1 - own.exp().sum(-1)).clamp(min=1e-6)
-    kl = (p * (logp - own)).sum(-1) + rest * (rest.log() - own_rest.log())
+    draft_rest = (1 - draft_logp.exp().sum(-1)).clamp(min=1e-6)
+    kl = (p * (logp - draft_logp)).sum(-1) + rest * (rest.log() - draft_rest.log())
     same = (logits.detach().argmax(-1) == ids[..., 0]).float()
-    return kl.mean(), -own[..., 0].mean(), same.mean()
+    return kl.mean(), -draft_logp[..., 0].mean(), same.mean()
 
 
 def columns(batch: Labelled) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The batch in the types the loss computes with."""
+    """The batch in the dtypes that the loss uses."""
     return batch.tokens.long(), batch.ids.long(), batch.logp.float()
 
 
@@ -72,7 +72,7 @@ def begin(draft: LlamaForCausalLM, target: LlamaForCausalLM) -> None:
 def acceptance(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, prompts: torch.Tensor, seed: int
 ) -> dict[str, float]:
-    """Teacher-forced acceptance a token on what the target writes after the prompts."""
+    """Teacher-forced acceptance per token on the target's continuations of the prompts."""
     figures: dict[str, float] = {}
     size = prompts.shape[1]
     for name, temperature in (("greedy", 0.0), ("sampled_t1", 1.0)):
@@ -97,7 +97,7 @@ def acceptance(
 
 
 def main() -> None:
-    """Write the text, distil (or resume), measure, export."""
+    """Write the text, distil the draft model (or resume), measure acceptance, and export it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="TinyStories jsonl files")
     parser.add_argument("--target", type=Path, required=True, help="folder of the exported target")
@@ -105,10 +105,10 @@ def main() -> None:
         "--self-text", type=Path, required=True, help="folder that keeps the target's text"
     )
     parser.add_argument(
-        "--chunks", type=int, default=24, help="chunks of 65,536 tokens the target writes"
+        "--chunks", type=int, default=24, help="chunks of 65,536 tokens that the target writes"
     )
     parser.add_argument(
-        "--dataset-rows", type=int, default=960, help="windows of dataset text besides"
+        "--dataset-rows", type=int, default=960, help="windows of dataset text to add"
     )
     arguments_of(parser, steps=5000, batch=4, length=1024)
     parser.set_defaults(weight_decay=0.01)

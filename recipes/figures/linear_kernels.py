@@ -1,12 +1,13 @@
-"""How fast the linear kernels of each build read weights from memory, in GB/s, beside a plain sum:
+"""How fast the linear kernels of each build read weights from memory, in GB/s, and a plain sum:
 
     python recipes/figures/linear_kernels.py [--threads N] [--outputs 8960] [--inputs 1536]
         [--formats BF16 Q4_K ...] [--rows 1 4 8 64 512] [--repeats 5]
 
-Copies of a layer that no cache holds (400 MB) are read in turn; the fastest twentieth of the calls
-counts, so that other programs disturb little. INT8 is the layout with a scale per output; the
-others are the block formats of GGUF files, counted with their scales. Of many rows the products
-matter, not memory: the last column is billions of multiplications a second with the most rows.
+Copies of a layer, 400 MB together so that no cache holds them, are read in turn. The 5th percentile
+of the times counts, so that other programs disturb little. INT8 is the layout with a scale per
+output; the others are the block formats of GGUF files, and their scales count as bytes that are
+read. With many rows the arithmetic limits the speed, not memory: the last column is billions of
+multiplications per second with the last number of rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SPAN = 400_000_000
 
 
 def layer_of(format: str, outputs: int, inputs: int) -> tuple[Callable[[Tensor], Native], Tensor]:
-    """Weights of a layer, and what makes a layer of a copy of them."""
+    """A function that makes a layer from a copy of the weights, and the weights."""
     if format == "BF16":
         weight = interleaved(torch.randn(outputs, inputs).bfloat16(), 2)
         return lambda copy: linear(copy, None, None, inputs, outputs), weight
@@ -41,7 +42,7 @@ def layer_of(format: str, outputs: int, inputs: int) -> tuple[Callable[[Tensor],
         return lambda copy: linear(copy, scale, None, inputs, outputs), weight
     size = BLOCK_SIZES[format]
     shape = (-(-outputs // STRIP), inputs // size.weights, STRIP * size.nbytes)
-    records = torch.randint(0, 64, shape, dtype=torch.uint8)        # scales are no NaN
+    records = torch.randint(0, 64, shape, dtype=torch.uint8)        # no scale is NaN
     return lambda copy: block_linear(format, copy, None, inputs, outputs), records
 
 
@@ -57,8 +58,8 @@ def plain_sum(repeats: int) -> float:
 
 
 def measure(libraries: list[Kernels], layers: list[Native], rows: int, repeats: int) -> list[float]:
-    """Seconds for one layer by each library; they take turns, so a machine that drifts slows all
-    alike."""
+    """Seconds per layer for each library; they take turns, so that a change of the machine's speed
+    affects all alike."""
     states = torch.randn(rows, layers[0].size).bfloat16()
     seconds: list[list[float]] = [[] for _ in libraries]
     for _ in range(repeats):

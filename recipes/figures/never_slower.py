@@ -1,10 +1,10 @@
-"""Time per token over plain decoding, with drafts that help and with drafts that do not.
+"""Time per token relative to plain decoding, with drafts that help and with drafts that do not.
 
 Plain decoding, a fixed number of draft tokens and the adaptive budget complete the same prompts in
-one process and in lockstep: they take turns, and each writes on until it has SLICE more tokens per
-row, so that a machine whose speed drifts slows all of them alike. Ratios are sums of seconds over
-all prompts; intervals are bootstrapped over prompts. "cold" cases make a new engine for every text;
-in the others the adaptive budget begins each case knowing nothing and keeps what it learns.
+one process. They take turns, and in each turn write until they have SLICE more tokens per row, so
+that a change of the machine's speed affects all of them alike. Ratios are sums of seconds over all
+prompts; intervals are bootstrapped over prompts. "cold" cases make a new engine for every text; in
+the others the adaptive budget has learned nothing when a case begins, and keeps what it learns.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import draftproof as dp
 from draftproof.bench.workloads import GENERAL, STORIES, read_prompts
 
 SLICE, FIXED, SHORT, LONG = 2, 5, 8, 640
-"""Tokens: a turn, of a fixed draft, of a short text, of a long prompt."""
+"""Tokens of a turn, of a fixed draft, of a short text, and of a long prompt."""
 CLOCKS = (time.perf_counter, time.process_time)
 
 
 class Wrong(dp.Drafter):
-    """Never right, or hardly. random: other tokens everywhere. seconds: what a draft costs."""
+    """Drafts that are hardly ever right. random: vary with position. seconds: time per draft."""
 
     name, max_draft_tokens = "wrong", 7
 
@@ -48,7 +48,7 @@ class Wrong(dp.Drafter):
 
 
 class Case(NamedTuple):
-    """What is written, by which drafter."""
+    """What is written, and with which drafter."""
 
     drafter: str
     new_tokens: int
@@ -58,28 +58,29 @@ class Case(NamedTuple):
     cold: bool = False
 
     def __str__(self) -> str:
-        said = [self.drafter] + [f"{self.new_tokens} tokens"] * (self.new_tokens == SHORT)
-        said += [f"batch {self.rows}"] * (self.rows > 1) + ["T = 1.5"] * (self.temperature > 0)
-        said += [f"prompt of {self.prompt}"] * (self.prompt > 0) + ["cold"] * self.cold
-        return ", ".join(said)
+        parts = [self.drafter] + [f"{self.new_tokens} tokens"] * (self.new_tokens == SHORT)
+        parts += [f"batch {self.rows}"] * (self.rows > 1) + ["T = 1.5"] * (self.temperature > 0)
+        parts += [f"prompt of {self.prompt}"] * (self.prompt > 0) + ["cold"] * self.cold
+        return ", ".join(parts)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assistant-model", help="a draft model; demo-draft for the demo")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2, help="how often each prompt is completed")
-    parser.add_argument("--prompts", type=int, default=8, help="how many of the built-in ones")
-    parser.add_argument("--cases", nargs="+", help="only those whose name has one of these words")
+    parser.add_argument("--prompts", type=int, default=8, help="number of built-in prompts")
+    parser.add_argument("--cases", nargs="+",
+                        help="only the cases whose names contain one of these words")
 
 
-def run(given: argparse.Namespace) -> list[Row]:
-    assistant = given.assistant_model or ("demo-draft" if given.model == "demo" else None)
-    engine = dp.load(given.model, assistant_model=assistant, dtype=given.dtype,
+def run(args: argparse.Namespace) -> list[Row]:
+    assistant = args.assistant_model or ("demo-draft" if args.model == "demo" else None)
+    engine = dp.load(args.model, assistant_model=assistant, dtype=args.dtype,
                      drafter=None if assistant else "none")
     gc.freeze()
     target, codec = engine.target, engine.codec
-    file = STORIES if given.model == "demo" else GENERAL
-    prompts = [codec.encode(str(one)) for one in read_prompts(file)][: given.prompts]
+    file = STORIES if args.model == "demo" else GENERAL
+    prompts = [codec.encode(str(prompt)) for prompt in read_prompts(file)][: args.prompts]
     step = _plain_step(engine, prompts[0])
     drafters: dict[str, Callable[[], dp.Drafter]] = {
         "always wrong": lambda: Wrong(target.vocab_size),
@@ -91,54 +92,54 @@ def run(given: argparse.Namespace) -> list[Row]:
     if assistant:
         drafters["draft model"] = lambda: dp.DraftModel(engine.drafter.model, target.vocab_size)
     best = "draft model" if assistant else "default"
-    n, found = given.new_tokens, list[Row]()
+    n, rows = args.new_tokens, list[Row]()
     for case in [
         *(Case(name, n) for name in drafters), *(Case(name, n, cold=True) for name in drafters),
         *(Case(name, *rest) for name in ("always wrong", best) for rest in (
             (SHORT,), (n, 4), (n, 16), (n, 1, 1.5), (n, 1, 0.0, LONG))),
     ]:
-        if given.cases and not any(word in str(case) for word in given.cases):
+        if args.cases and not any(word in str(case) for word in args.cases):
             continue
         before = [token for text in prompts for token in text] * LONG
         texts = [(before + text)[-(case.prompt or len(text)) :] for text in prompts]
         groups = [(texts * case.rows)[: case.rows]] if case.rows > 1 else [[text] for text in texts]
-        rounds = given.rounds * len(prompts) // len(groups)
-        found += measure(engine, drafters[case.drafter], groups * rounds, case)
-    return found
+        rounds = args.rounds * len(prompts) // len(groups)
+        rows += measure(engine, drafters[case.drafter], groups * rounds, case)
+    return rows
 
 
 def measure(
-    engine: Any, drafter: Callable[[], dp.Drafter], groups: list[Any], case: Case
+    loaded: Any, new_drafter: Callable[[], dp.Drafter], groups: list[Any], case: Case
 ) -> list[Row]:
-    """One case: seconds per token over plain decoding's, wall and CPU, and equal texts."""
-    def around(own: dp.Drafter, budget: dp.Budget | int | None) -> dp.Engine:
-        return dp.Engine(engine.target, own, budget=budget, stop_tokens=engine.stop_tokens)
+    """Wall and CPU time per token of a case, relative to plain decoding, and equal texts."""
+    def around(drafter: dp.Drafter, budget: dp.Budget | int | None) -> dp.Engine:
+        return dp.Engine(loaded.target, drafter, budget=budget, stop_tokens=loaded.stop_tokens)
 
-    engines = {"plain": around(dp.Plain(), 0), f"fixed {FIXED}": around(drafter(), FIXED),
-               "adaptive": around(drafter(), None)}
-    for one in engines.values():
-        one.generate(groups[0], max_new_tokens=12, sampling=dp.Sampling())
-    engines["adaptive"] = around(drafter(), None)
+    engines = {"plain": around(dp.Plain(), 0), f"fixed {FIXED}": around(new_drafter(), FIXED),
+               "adaptive": around(new_drafter(), None)}
+    for engine in engines.values():
+        engine.generate(groups[0], max_new_tokens=12, sampling=dp.Sampling())
+    engines["adaptive"] = around(new_drafter(), None)
     seconds = {name: [list[float](), list[float]()] for name in engines}
     texts: dict[str, list[Any]] = {name: [] for name in engines}
     stats = {name: [0, 0] for name in engines}                         # rounds, tokens
     for place, group in enumerate(groups):
         if case.cold:
-            engines["adaptive"] = around(drafter(), None)
+            engines["adaptive"] = around(new_drafter(), None)
         first, *rest = list(engines)[place % 3 :] + list(engines)[: place % 3]
         orders = cycle([(first, *rest), (first, *reversed(rest))])
-        writings = {name: Writing(one, group, case) for name, one in engines.items()}
+        writings = {name: Writing(engine, group, case) for name, engine in engines.items()}
         level = len(group)
-        while not all(one.ended for one in writings.values()):
+        while not all(writing.ended for writing in writings.values()):
             for name in next(orders):
                 writings[name].until(level)
             level += SLICE * len(group)
-        for name, one in writings.items():
-            for clock, spent in zip(seconds[name], one.seconds, strict=True):
-                clock.append(spent / one.tokens)
-            texts[name].append([row.tokens for row in one.rows])
-            stats[name][0] += sum(row.stats.rounds for row in one.rows)
-            stats[name][1] += sum(row.stats.emitted for row in one.rows)
+        for name, writing in writings.items():
+            for clock, spent in zip(seconds[name], writing.seconds, strict=True):
+                clock.append(spent / writing.tokens)
+            texts[name].append([row.tokens for row in writing.rows])
+            stats[name][0] += sum(row.stats.rounds for row in writing.rows)
+            stats[name][1] += sum(row.stats.emitted for row in writing.rows)
     same = {name: sum(a == b for a, b in zip(written, texts["plain"], strict=True))
             for name, written in texts.items()}
     return [{
@@ -151,7 +152,7 @@ def measure(
 
 
 class Writing:
-    """A group of prompts, completed side by side, slice by slice. seconds: of slices, by clock."""
+    """Completes a group of prompts in a batch, slice by slice. seconds: of all slices, by clock."""
 
     def __init__(self, engine: dp.Engine, prompts: list[list[int]], case: Case) -> None:
         sampling = dp.Sampling(temperature=case.temperature, seed=1)
@@ -168,7 +169,7 @@ class Writing:
         return sum(len(row.tokens) for row in self.rows)
 
     def until(self, tokens: int) -> None:
-        """Write on until so many tokens are there, or all texts have ended."""
+        """Write until there are `tokens` tokens in all, or all texts have ended."""
         before = [clock() for clock in CLOCKS]
         while not self.ended and self.tokens < tokens:
             self.scheduler.step()

@@ -1,12 +1,13 @@
-"""How far quantised weights are from a model, on prose, code and chat:
+"""How much quantised weights change the predictions of a model, on prose, code and chat:
 
     python recipes/figures/quantized_kl.py FOLDER [--kinds int8 int4] [--gguf FILE ...]
         [--data DATA] [--windows 8]
 
-Mean KL divergence from the folder's model in bfloat16, in nats, and the share of positions with the
-same most likely token. Texts are cut into windows of 512 tokens, whose second halves are scored.
-DATA has gutenberg/*.txt, humaneval/HumanEval.jsonl.gz and mt_bench/question.jsonl; what is missing
-is left out. A GGUF file is run in its own blocks, and compared with the folder as well.
+Prints the mean KL divergence from the folder's model in bfloat16, in nats, and the share of
+positions with the same most likely token. Texts are cut into windows of 512 tokens, whose second
+halves are scored. DATA has gutenberg/*.txt, humaneval/HumanEval.jsonl.gz and
+mt_bench/question.jsonl; kinds of text that are missing are left out. A GGUF file runs in its own
+block format, and is compared with the folder's model, too.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from draftproof.model.native_target import NativeTarget
 from draftproof.weights.tensor_source import SafetensorsSource
 
 WINDOW, CHUNK = 512, 64
-"""Tokens of a window, and tokens read at a time."""
+"""Tokens of a window, and tokens that are read at a time."""
 
 
 class Distance(NamedTuple):
@@ -43,10 +44,10 @@ class Distance(NamedTuple):
 
 
 def texts(data: Path) -> Iterator[tuple[str, str]]:
-    """The kinds of text there are, each as one string."""
+    """Each kind of text that DATA has, as one string."""
     books = sorted((data / "gutenberg").glob("*.txt"))
     if books:
-        # the middle of each book: no licences and tables of contents
+        # the middle of each book, without licence and table of contents
         yield "prose", "\n\n".join(
             text[len(text) // 3 : len(text) // 3 + 40_000]
             for text in (book.read_text(encoding="utf-8") for book in books))
@@ -71,7 +72,7 @@ def windows(tokenizer: Tokenizer, text: str, count: int) -> Tensor:
 
 
 def log_probs(model: NativeModel, window: Tensor) -> Tensor:
-    """[WINDOW / 2, vocab] after each token of the second half."""
+    """[WINDOW / 2, vocab] log probabilities after each token of the second half."""
     target = NativeTarget(model)
     cache, parts = target.plain_cache(1, WINDOW + CHUNK), list[Tensor]()
     for start in range(0, WINDOW, CHUNK):
@@ -85,17 +86,17 @@ def log_probs(model: NativeModel, window: Tensor) -> Tensor:
 
 
 def distance(truth: Sequence[Tensor], other: Sequence[Tensor]) -> Distance:
-    """Of log probabilities, window by window."""
+    """The distance between log probabilities, given window by window."""
     kls = [(true.float().exp() * (true.float() - guess)).sum(-1)
            for true, guess in zip(truth, other, strict=True)]
     same = [true.argmax(-1) == guess.argmax(-1) for true, guess in zip(truth, other, strict=True)]
     count = sum(map(len, kls))
     return Distance(float(sum(kl.double().sum() for kl in kls)) / count,
-                    float(sum(one.sum() for one in same)) / count, count)
+                    float(sum(equal.sum() for equal in same)) / count, count)
 
 
 def folder_model(folder: Path, kind: str | None) -> NativeModel:
-    """The model of a folder in bfloat16, or quantised."""
+    """The model of a folder, in bfloat16 or quantised."""
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     source = SafetensorsSource(folder, torch.bfloat16, kind)
     return NativeModel(settings, source, dtype=torch.bfloat16, name=str(folder))
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=["int8", "int4"])
     parser.add_argument("--gguf", nargs="*", default=[], type=Path)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
-    parser.add_argument("--windows", type=int, default=8, help="of each kind of text")
+    parser.add_argument("--windows", type=int, default=8, help="windows of each kind of text")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
     every = {name: windows(tokenizer, text, options.windows) for name, text in texts(options.data)}
@@ -127,11 +128,11 @@ def main() -> None:
     for name in [*options.kinds, *options.gguf]:
         model = (native_gguf(name, torch.bfloat16) if isinstance(name, Path)
                  else folder_model(options.folder, name))
-        assert model is not None, f"{name} is not run natively"
+        assert model is not None, f"{name} cannot be run natively"
         cells = []
         for text, all_windows in every.items():
-            found = distance(truth[text], [log_probs(model, window) for window in all_windows])
-            cells.append(f"{found.kl:.5f}, {found.same:.1%} of {found.positions}")
+            result = distance(truth[text], [log_probs(model, window) for window in all_windows])
+            cells.append(f"{result.kl:.5f}, {result.same:.1%} of {result.positions}")
         table.add_row(getattr(name, "name", name), f"{model.nbytes / 2**20:.0f}", *cells)
     Console(width=160).print(table)
 

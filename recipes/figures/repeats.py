@@ -1,9 +1,10 @@
-"""Text that repeats its prompt, with the default drafter, over plain decoding.
+"""Speed-up of the default drafter over plain decoding, with text that repeats its prompt.
 
-Code edits: a HumanEval function written again under other names. Summaries with quotes: an article
-of Spec-Bench, and its first and third sentence quoted. Small models do neither, so the text is
-dictated: a logits processor forbids all but its next token. What is drafted and accepted is real,
-and so is its cost; that a model would write just this is supposed. A text is met once a round.
+Code edits: a HumanEval function is written again with other names. Summaries with quotes: a summary
+of an article of Spec-Bench quotes its first and third sentences. Small models can do neither, so
+the text is dictated: a logits processor forbids all tokens but the text's next token. What is
+drafted and accepted, and what that costs, is measured; that a model would write this very text is
+assumed. Each round starts with a new drafter, which sees every text once.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from draftproof.bench.methods import load_methods
 from draftproof.requests.stats import RoundStats
 
 ARTICLE, NEW = 1400, 160
-"""Characters of an article; tokens that are dictated at most."""
+"""The most characters of an article, and the most tokens that are dictated."""
 
 
 class Task(NamedTuple):
@@ -37,7 +38,7 @@ class Task(NamedTuple):
 
 
 class Dictation:
-    """A logits processor: the next token of a text is all that is allowed."""
+    """A logits processor that allows only the next token of a text."""
 
     def __init__(self, prompt: list[int], text: list[int]) -> None:
         self.start, self.text = len(prompt), text
@@ -50,41 +51,44 @@ class Dictation:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl, or gzipped")
+    parser.add_argument("--human-eval", type=Path, help="HumanEval.jsonl, gzipped or not")
     parser.add_argument("--spec-bench", type=Path, help="Spec-Bench's question.jsonl")
-    parser.add_argument("--limit", type=int, default=8, help="texts of each kind")
+    parser.add_argument("--limit", type=int, default=8, help="number of texts of each kind")
     parser.add_argument("--rounds", type=int, default=2)
 
 
-def run(given: argparse.Namespace) -> list[Row]:
-    kinds = [(code_edits, given.human_eval), (summaries, given.spec_bench)]
+def run(args: argparse.Namespace) -> list[Row]:
+    kinds = [(code_edits, args.human_eval), (summaries, args.spec_bench)]
     tasks = [task for make, file in kinds if file
-             for task in islice(make(_rows(file)), given.limit)]
+             for task in islice(make(_rows(file)), args.limit)]
     if not tasks:
         raise SystemExit("there is nothing to write; give --human-eval or --spec-bench")
-    plain, _ = load_methods(given.model, [], [], dtype=given.dtype)
+    plain, _ = load_methods(args.model, [], [], dtype=args.dtype)
     codec, target = plain.codec, plain.target
-    seconds: dict[str, tuple[list[float], list[float], RoundStats]] = {}
-    for _ in range(given.rounds):
+    measured: dict[str, tuple[list[float], list[float], RoundStats]] = {}
+    for _ in range(args.rounds):
         members = [dp.PromptLookup(), dp.SuffixDrafter(), dp.TokenRecycling()]
-        ours = dp.Engine(target, dp.Portfolio(members), stop_tokens=plain.stop_tokens)
+        drafting = dp.Engine(target, dp.Portfolio(members), stop_tokens=plain.stop_tokens)
         for place, task in enumerate(tasks):
             prompt, text = codec.encode(task.prompt), codec.encode(task.text, special=False)[:NEW]
             if len(prompt) + len(text) + 16 > target.context:
                 continue
-            found = seconds.setdefault(task.kind, ([], [], RoundStats()))
+            plain_seconds, drafting_seconds, stats = measured.setdefault(
+                task.kind, ([], [], RoundStats()))
             sampling = dp.Sampling(processors=(Dictation(prompt, text),), max_new_tokens=len(text))
-            both = ((plain, found[0]), (ours, found[1]))
+            both = ((plain, plain_seconds), (drafting, drafting_seconds))
             for engine, spent in both if place % 2 else reversed(both):
                 start = time.perf_counter()
                 done = engine.generate([prompt], sampling=sampling)[0].checked()
                 spent.append((time.perf_counter() - start) / len(text))
                 assert done.tokens == text, f"written {done.tokens}, dictated {text}"
-                if engine is ours:
-                    found[2].add(done.stats)
-    return [{"dictated": kind, "texts": len(plain), "plain tokens/s": len(plain) / sum(plain),
-             "speed-up": ratio(plain, ours), "tokens/round": stats.tokens_per_round}
-            for kind, (plain, ours, stats) in seconds.items()]
+                if engine is drafting:
+                    stats.add(done.stats)
+    return [{"dictated": kind, "texts": len(plain_seconds),
+             "plain tokens/s": len(plain_seconds) / sum(plain_seconds),
+             "speed-up": ratio(plain_seconds, drafting_seconds),
+             "tokens/round": stats.tokens_per_round}
+            for kind, (plain_seconds, drafting_seconds, stats) in measured.items()]
 
 
 def code_edits(rows: Iterator[dict[str, str]]) -> Iterator[Task]:

@@ -3,10 +3,10 @@
     python recipes/figures/start_time.py MODEL ... [--option=--quantize=int8] [--llama PATH]
         [--new-tokens 64] [--rounds 5] [--json FILE]
 
-Each MODEL is a GGUF file or a folder, completed by `draftproof run` in a new process. PATH is
-llama.cpp's `llama-completion`, which completes the GGUF files as well, greedily and with as many
-threads. The engines take turns; medians, with the range in brackets. Files are in the page cache
-after the first run, which is left out.
+Each MODEL is a GGUF file or a folder; `draftproof run` completes a prompt with it in a new process.
+PATH is llama.cpp's `llama-completion`, which does the same with the GGUF files, greedily and with
+as many threads. The engines take turns; times are medians, with the range in brackets. The first
+run of each command is left out, as it loads the files into the page cache.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", help="GGUF files and folders")
     parser.add_argument("--option", action="append", default=[],
-                        help="of draftproof run, such as --option=--quantize=int8")
+                        help="an option of draftproof run, such as --option=--quantize=int8")
     parser.add_argument("--llama", help="llama.cpp's llama-completion")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    count, threads = str(given.new_tokens), str(len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    count, threads = str(options.new_tokens), str(len(os.sched_getaffinity(0)))
     commands = dict[str, list[str]]()
-    for model in given.models:
+    for model in options.models:
         name = Path(model).name
-        commands[f"draftproof {' '.join(given.option)} {name}".replace("  ", " ")] = [
+        commands[f"draftproof {' '.join(options.option)} {name}".replace("  ", " ")] = [
             sys.executable, "-m", "draftproof", "run", model, "-p", PROMPT, "--max-new-tokens",
-            count, *given.option]  # fmt: skip
-        if given.llama and model.lower().endswith(".gguf"):
+            count, *options.option]  # fmt: skip
+        if options.llama and model.lower().endswith(".gguf"):
             commands[f"llama.cpp {name}"] = [
-                given.llama, "-m", model, "-p", PROMPT, "-n", count, "--temp", "0", "-t", threads,
+                options.llama, "-m", model, "-p", PROMPT, "-n", count, "--temp", "0", "-t", threads,
                 "-no-cnv", "--no-display-prompt", "--ignore-eos"]  # fmt: skip
     taken = {name: list[tuple[float, float]]() for name in commands}
-    for turn in range(given.rounds + 1):
+    for turn in range(options.rounds + 1):
         for name, command in commands.items():
             result = seconds(command)
             if turn:
@@ -78,8 +78,8 @@ def main() -> None:
     for name, results in taken.items():
         first, last = (list(values) for values in zip(*results, strict=True))
         print(f"| {name} | {shown(first)} | {shown(last)} |")
-    if given.json:
-        given.json.write_text(json.dumps(taken, indent=1) + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(json.dumps(taken, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

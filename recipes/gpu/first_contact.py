@@ -1,14 +1,14 @@
-"""Everything we promise, checked and measured on a device where nothing was run before.
+"""Check and measure everything we promise, on a device where nothing has run before.
 
     python recipes/gpu/first_contact.py --model smollm2-135m --model qwen-coder-1.5b \
         [--assistant qwen-coder-1.5b=qwen-coder-0.5b] [--device cuda] [--out first-contact]
         [--minutes 10] [--quick] [--only PART ...] [--again]
 
-Parts, the checks first: machine, doctor, prove, tests, texts, launches, exact bits, speed. Each
-runs in a process of its own with a time limit, so that a crash or a hang costs one part. What a
-part found is written at once: the same command goes on with the parts that are not done, in as many
-calls as it takes. report.json and report.md in --out hold everything. Needs no network; pieces.py
-carries files. `--device cpu --quick` is the rehearsal.
+The parts, checks first, are machine, doctor, prove, tests, texts, launches, exact bits and speed.
+Each part runs in its own process with a time limit, so that a crash or a hang costs only that part.
+Its results are written at once: the same command, called again, runs the parts that are not done
+yet. report.json and report.md in --out hold all results. No network is needed; pieces.py transfers
+files. `--device cpu --quick` is a rehearsal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DONE = ("passed", "failed")
 
 
 class Part(NamedTuple):
-    """A part of the contact: a function of checks.py, its model if it has one, and its limit."""
+    """A function of checks.py, the model that it runs on, if any, and its time limit."""
 
     check: str
     model: str | None
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
-    """Checks of everything first, then speed; the smallest models first."""
+    """All checks first, then speed; the smallest models first."""
     quick, models = args.quick, ["demo", *args.model]
     parts = [Part("machine", None, 60)]
     parts += [Part("doctor", model, 120) for model in models]
@@ -63,7 +63,7 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
 
 
 def run_part(part: Part, args: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """What a part found, also if it crashed or was stopped."""
+    """The results of a part, even if it crashed or was stopped."""
     result_file, log = args.out / f"{part.file}.part.json", args.out / f"{part.file}.log"
     result_file.unlink(missing_ok=True)
     spec = {"model": part.model or "demo", "device": args.device, "quick": args.quick,
@@ -81,23 +81,23 @@ def run_part(part: Part, args: argparse.Namespace, seconds: float) -> dict[str, 
             process.kill()
             process.wait()
             code = None
-    found: dict[str, Any] = {"rows": [], "problems": []}
+    result: dict[str, Any] = {"rows": [], "problems": []}
     if result_file.exists():
-        found = json.loads(result_file.read_text(encoding="utf-8"))
+        result = json.loads(result_file.read_text(encoding="utf-8"))
         result_file.unlink()
-    state = "passed" if code == 0 and not found["problems"] else "failed"
+    state = "passed" if code == 0 and not result["problems"] else "failed"
     if code is None:
         state, why = "out of time", f"stopped after {seconds:.0f} s"
-        found["problems"].append(why)
+        result["problems"].append(why)
     elif code != 0:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        found["problems"].append(f"ended with code {code}: {lines[-1] if lines else 'no output'}")
+        result["problems"].append(f"exited with code {code}: {lines[-1] if lines else 'no output'}")
     return {"part": part.name, "state": state, "seconds": round(time.monotonic() - start, 1),
-            "log": log.name, **found}
+            "log": log.name, **result}
 
 
 def markdown(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
-    """The report for people: verdicts, then what each part found."""
+    """The report in Markdown: verdicts, then the rows of each part."""
     lines = [f"# First contact: {args.device}", "", "| part | state | seconds | problems |",
              "|---|---|---|---|"]
     for result in results:
@@ -120,7 +120,7 @@ def markdown(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> str
 
 
 def shown(value: Any) -> str:
-    """A cell."""
+    """The text of a cell."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
     if isinstance(value, list):
@@ -134,14 +134,14 @@ def main(device: str = "cuda") -> None:
     add = parser.add_argument
     add("--model", action="append", default=[], help="a folder; the embedded demo is always run")
     add("--assistant", action="append", default=[], metavar="MODEL=DRAFT",
-        help="a draft model for one of them")
+        help="a draft model for one of the models")
     add("--device", default=device)
     add("--out", type=Path, default=Path("first-contact"))
-    add("--minutes", type=float, default=10.0, help="of all parts of this call")
+    add("--minutes", type=float, default=10.0, help="time limit for all parts of this call")
     add("--quick", action="store_true", help="fewer prompts, tokens and batches")
     add("--no-graphs", action="store_true")
     add("--only", nargs="+", metavar="PART")
-    add("--again", action="store_true", help="also what is done already")
+    add("--again", action="store_true", help="run parts that are done already, too")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     start, results, parts = time.monotonic(), [], parts_of(args)
@@ -152,7 +152,7 @@ def main(device: str = "cuda") -> None:
             continue
         if left < 5:
             results.append({"part": part.name, "state": "not run", "seconds": 0, "rows": [],
-                            "problems": ["no time was left; the same command goes on"]})
+                            "problems": ["no time was left; call the same command again"]})
             continue
         print(f"[{number}/{len(parts)}] {part.name} ...", end=" ", flush=True)
         result = run_part(part, args, min(part.seconds, left))
@@ -168,7 +168,7 @@ def main(device: str = "cuda") -> None:
 
 
 def write_report(results: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Both reports, as far as they go."""
+    """Write both reports with the results so far."""
     text = json.dumps({"device": args.device, "parts": results}, indent=1) + "\n"
     (args.out / "report.json").write_text(text, encoding="utf-8")
     (args.out / "report.md").write_text(markdown(results, args), encoding="utf-8")

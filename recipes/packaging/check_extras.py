@@ -1,9 +1,9 @@
-"""Build the wheel, install it with each extra into an empty environment, run one command of each.
+"""Build the wheel, install it with each extra into an empty environment, run a command for each.
 
     python recipes/packaging/check_extras.py [--extra gguf] [--torch-index URL] [--constraint FILE]
 
 Needs the network: pip takes the newest versions that the declared ranges allow. Prints a line per
-extra and ends with 1 if a command failed, or if it wrote anything but its own text.
+extra, and exits with 1 if a command failed or another library wrote on stderr.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-"""PyTorch without CUDA, a tenth of the size."""
+"""The index of PyTorch without CUDA, which is a tenth of the size."""
 RUN = ["run", "demo", "-p", "Once upon a time", "--max-new-tokens", "8"]
 COMMANDS: dict[str, list[str]] = {
     "": RUN,
@@ -29,7 +29,7 @@ COMMANDS: dict[str, list[str]] = {
     "plot": ["bench", "--help"],
     "ray": ["run", "--help"],
 }
-"""By extra. Those that need a cluster or a GPU only show their help."""
+"""The command of each extra; those that need a cluster or a GPU only show their help."""
 IMPORTS = {"server": "draftproof.server.api", "train": "peft", "ray": "ray", "gguf": "gguf",
            "quantize": "torchao", "heads": "draftproof_heads", "plot": "matplotlib"}
 
@@ -37,15 +37,15 @@ IMPORTS = {"server": "draftproof.server.api", "train": "peft", "ray": "ray", "gg
 def check(
     wheel: Path, extra: str, sources: list[str], torch: list[str], gguf: str | None, folder: Path
 ) -> str | None:
-    """What went wrong with one extra; None if nothing did.
+    """What went wrong with an extra; None if nothing did.
 
     Args:
-        wheel: draftproof's.
-        extra: Its extra; empty for the base installation.
-        sources: Arguments of pip: where our own packages are, and constraints.
+        wheel: The wheel of draftproof.
+        extra: The name of the extra; empty for the base installation.
+        sources: Arguments of pip that say where our packages are and give constraints.
         torch: Arguments of pip for torch alone.
-        gguf: A file to run.
-        folder: Where the environment is made.
+        gguf: A GGUF file to run.
+        folder: Where the environment is created.
     """
     command = COMMANDS[extra]
     if "{gguf}" in command and gguf is None:
@@ -75,21 +75,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--extra", choices=[*filter(None, COMMANDS)], action="append")
     parser.add_argument("--torch-index", default=CPU_INDEX)
-    parser.add_argument("--constraint", help="versions to install, torch's too, as pip takes them")
-    parser.add_argument("--gguf", help="a GGUF file to run; else only its import is tried")
-    given = parser.parse_args()
+    parser.add_argument("--constraint", help="a constraints file for pip, instead of --torch-index")
+    parser.add_argument("--gguf", help="a GGUF file to run; without it, only the import is tested")
+    options = parser.parse_args()
     failed = False
-    with tempfile.TemporaryDirectory() as there:
-        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", there, ROOT,
-                 ROOT / "packaging" / "heads"]
+    with tempfile.TemporaryDirectory() as temp_folder:
+        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", temp_folder,
+                 ROOT, ROOT / "packaging" / "heads"]
         subprocess.run(build, check=True)
-        (wheel,) = Path(there).glob("draftproof-*.whl")
-        sources, torch = ["--find-links", there], ["--index-url", given.torch_index]
-        if given.constraint:
-            sources, torch = [*sources, "--constraint", given.constraint], []
-        for extra in given.extra or COMMANDS:
-            folder = Path(there, extra or "base")
-            why = check(wheel, extra, sources, torch, given.gguf, folder)
+        (wheel,) = Path(temp_folder).glob("draftproof-*.whl")
+        sources, torch = ["--find-links", temp_folder], ["--index-url", options.torch_index]
+        if options.constraint:
+            sources, torch = [*sources, "--constraint", options.constraint], []
+        for extra in options.extra or COMMANDS:
+            folder = Path(temp_folder, extra or "base")
+            why = check(wheel, extra, sources, torch, options.gguf, folder)
             failed |= why is not None
             print(f"{extra or 'base':10} {why or 'ok'}", flush=True)
     sys.exit(failed)

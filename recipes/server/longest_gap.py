@@ -2,8 +2,8 @@
 
 python recipes/server/longest_gap.py MODEL [--prompt-tokens 4000] [--prefix-cache MiB]
 
-It drives the server's scheduler without HTTP: a text is written, and after 60 steps a prompt comes
-of which nothing is known.
+It drives the server's scheduler without HTTP: a text is written, and after 60 steps a prompt
+arrives that is not in the prefix cache.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def main() -> None:
         now, steps = time.perf_counter(), steps + 1
         if any(update.request is stream for update in updates):
             clock = scheduler.decoder.clock if scheduler.decoder else None
-            told = (f"chunk {1000 * clock.prefill.took:.0f} ms, round "
-                    f"{1000 * clock.decide.took:.0f} ms" if clock else "")
-            gaps += [(now - last, steps, told)] if last else []
+            times = (f"chunk {1000 * clock.prefill.took:.0f} ms, round "
+                     f"{1000 * clock.decide.took:.0f} ms" if clock else "")
+            gaps += [(now - last, steps, times)] if last else []
             last = now
         if steps == 60:
             scheduler.add(prompt)
@@ -53,12 +53,12 @@ def main() -> None:
     all_gaps = sorted(gaps, reverse=True)
     longest = all_gaps[0][0]
     before = statistics.median(seconds for seconds, step, _ in gaps if step <= 60)
-    beside = statistics.median(seconds for seconds, step, _ in gaps if 60 < step <= steps - 60)
-    print(f"{len(gaps)} gaps: longest {1000 * longest:.1f} ms; median beside the prompt "
-          f"{1000 * beside:.1f} ms (longest: {longest / beside:.1f} of it), before the prompt "
+    during = statistics.median(seconds for seconds, step, _ in gaps if 60 < step <= steps - 60)
+    print(f"{len(gaps)} gaps: longest {1000 * longest:.1f} ms; median during the prompt "
+          f"{1000 * during:.1f} ms (longest: {longest / during:.1f} times that), before the prompt "
           f"{1000 * before:.1f} ms ({longest / before:.1f})")
-    for seconds, step, told in all_gaps[:8]:
-        print(f"  {1000 * seconds:.1f} ms at step {step}: {told}")
+    for seconds, step, times in all_gaps[:8]:
+        print(f"  {1000 * seconds:.1f} ms at step {step}: {times}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Mixed requests with random disconnects, from two keys, to three models: every text must be the
-one that its request has alone, and the memory of the server must stay flat.
+"""Send mixed requests with random disconnects, from two keys, to three models.
 
 python recipes/server/soak.py [--requests 2000] [--at-once 12]
 
+Every text must be the one that its request gets alone, and the memory of the server must not grow.
 Needs `pip install '.[dev]'`. It starts a server of the embedded models: the demo, its draft model,
-and a LoRA adapter of the draft model, made at random. At the end it measures what a prompt that one
-key has written tells another key.
+and a LoRA adapter of the draft model with random weights. At the end it measures what another key
+can learn about a prompt that a key has sent.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=12)
-    parser.add_argument("--kinds", type=int, default=120, help="different requests")
+    parser.add_argument("--kinds", type=int, default=120, help="number of different requests")
     parser.add_argument("--prefix-cache", type=int, default=8, metavar="MiB",
-                        help="of each model; small enough to be full after a quarter of the "
+                        help="size for each model; small enough to be full after a quarter of the "
                              "requests")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -60,15 +60,15 @@ def main() -> None:
              "--max-model-len", str(LENGTH), "--prefix-cache", str(args.prefix_cache),
              "--no-access-log"], stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
-        found = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)
-        url = next(match.group() for match in found if match)
+        matches = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)
+        url = next(match.group() for match in matches if match)
         try:
             wrong = asyncio.run(soak(url, kinds, args, psutil.Process(process.pid)))
             measure_keys(url)
         finally:
             process.terminate()
         if wrong:
-            raise SystemExit(f"{wrong} texts were not those of their requests alone")
+            raise SystemExit(f"{wrong} texts differ from those that their requests get alone")
 
 
 def make_adapter(folder: Path) -> Path:
@@ -84,7 +84,7 @@ def make_adapter(folder: Path) -> Path:
 
 def requests(count: int) -> list[dict[str, Any]]:
     """Different requests: models, long and short prompts, greedy and sampled, stops, schemas."""
-    dice, made = Random(0), []
+    dice, bodies = Random(0), []
     schema = {"type": "object", "additionalProperties": False, "required": ["a"],
               "properties": {"a": {"enum": ["red", "green", "blue"]}}}
     for seed in range(count):
@@ -101,12 +101,12 @@ def requests(count: int) -> list[dict[str, Any]]:
         if dice.random() < 0.2:
             body["draftproof"] = {"drafter": "none"}
             body["n"] = 1
-        made.append(body)
-    return made
+        bodies.append(body)
+    return bodies
 
 
 def add_solo_texts(kinds: list[dict[str, Any]], adapter: Path) -> None:
-    """What each request has with nothing beside it and nothing drafted."""
+    """Add to each request the texts that it gets alone and without drafts."""
     from draftproof.server.hosted_model import HostedModel, Limits
     from draftproof.server.metrics import Metrics
     from draftproof.server.request_queue import Worker
@@ -131,7 +131,7 @@ def add_solo_texts(kinds: list[dict[str, Any]], adapter: Path) -> None:
 async def soak(
     url: str, kinds: list[dict[str, Any]], args: argparse.Namespace, process: psutil.Process
 ) -> int:
-    """Send everything; how many texts were wrong."""
+    """Send all requests; return how many texts were wrong."""
     dice, left, wrong, memory = Random(1), args.requests, 0, list[float]()
     counts = {"complete": 0, "left": 0}
     client = httpx.AsyncClient(base_url=url, timeout=300,
@@ -143,9 +143,9 @@ async def soak(
             left -= 1
             if left % 50 == 0:
                 memory.append(process.memory_info().rss / 2**20)
-                known = await prefix_bytes(client) / 2**20
-                print(f"{left} left, {memory[-1]:.0f} MiB, {known:.1f} of it known beginnings of "
-                      f"prompts, {wrong} wrong", flush=True)
+                cached = await prefix_bytes(client) / 2**20
+                print(f"{left} left, {memory[-1]:.0f} MiB, {cached:.1f} of it in prefix "
+                      f"caches, {wrong} wrong", flush=True)
             body, stream = dice.choice(kinds), dice.random() < 0.6
             pieces = dice.randrange(0, 8) if dice.random() < 0.3 else None
             texts, complete = await ask(client, body, stream, pieces, dice.choice(KEYS))
@@ -169,7 +169,7 @@ async def soak(
 
 
 async def prefix_bytes(client: httpx.AsyncClient) -> float:
-    """Bytes of the prefix caches of all models."""
+    """The bytes in the prefix caches of all models."""
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     text = (await client.get("/metrics", headers=headers)).text
     return sum(map(float, re.findall(r"^draftproof:prefix_cache_bytes\{.*\} (\S+)$", text, re.M)))
@@ -178,7 +178,7 @@ async def prefix_bytes(client: httpx.AsyncClient) -> float:
 async def ask(
     client: httpx.AsyncClient, body: dict[str, Any], stream: bool, pieces: int | None, key: str
 ) -> tuple[list[str], bool]:
-    """The texts of a request, and whether they are complete; it leaves after so many pieces."""
+    """The texts of a request, and whether they are complete; disconnects after `pieces` pieces."""
     sent = {name: value for name, value in body.items() if name != "texts"} | {"stream": stream}
     headers, texts = {"Authorization": f"Bearer {key}"}, [""] * body["n"]
     if not stream and pieces is not None:
@@ -206,7 +206,7 @@ async def ask(
 
 
 def measure_keys(url: str) -> None:
-    """A prompt of one key, written by another key and then again by the first."""
+    """Time prompts that a key sends, then another key, then the first key again."""
     seconds: dict[str, list[float]] = {"new": [], "of another key": [], "its own again": []}
     drafts: dict[str, list[int]] = {name: [] for name in seconds}
     with httpx.Client(base_url=url, timeout=300) as client:

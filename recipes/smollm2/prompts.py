@@ -1,8 +1,8 @@
-"""The prompts whose answers heads are trained on: chats and code, without what they are judged by.
+"""The prompts whose answers draft heads are trained on: chats and code, without evaluation prompts.
 
-Spec-Bench gives the questions of each category but every third, which are held out, and HumanEval
-gives none. GSM8K's training questions; functions of Python's standard library to complete, explain
-and change. `questions.py` lets the target ask itself more.
+They are the questions of Spec-Bench, except every third of a category, which is held out; GSM8K's
+training questions; and functions of Python's standard library to complete, explain and change. None
+is from HumanEval. `questions.py` lets the target write more questions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 Row = dict[str, Any]
 LINES = (4, 40)
-"""Lines of a function that is asked about."""
+"""The least and the most lines of a function in a prompt."""
 TASKS = (
     "Complete the following Python function.\n\n```python\n{opening}\n```",
     "Write a Python function `{name}`. {summary}",
@@ -30,9 +30,9 @@ TASKS = (
     "Is there a bug in this code? If so, fix it.\n\n```python\n{source}\n```",
     "{opening}",
 )
-"""What a chat asks about a function."""
+"""Questions of a chat about a function."""
 STARTS = ("{opening}\n", "from typing import List\n\n\ndef {name}(")
-"""What the target goes on with as it is, not in a chat."""
+"""Texts that the target continues as they are, not in a chat."""
 
 
 def chat(text: str, category: str) -> Row:
@@ -40,12 +40,12 @@ def chat(text: str, category: str) -> Row:
 
 
 def spec_bench(file: Path) -> tuple[list[Row], list[Row]]:
-    """Questions to train on, and every third of a category, to judge by."""
+    """The questions to train on, and every third of a category, to evaluate on."""
     by_category: dict[str, list[Row]] = defaultdict(list)
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         by_category[row["category"]].append(chat(row["turns"][0], row["category"]))
-    rows = [(at, row) for some in by_category.values() for at, row in enumerate(some)]
+    rows = [(at, row) for group in by_category.values() for at, row in enumerate(group)]
     return [row for at, row in rows if at % 3], [row for at, row in rows if at % 3 == 0]
 
 
@@ -77,7 +77,7 @@ def functions() -> Iterator[tuple[str, str, str, str]]:
 
 
 def code(seed: int, most: int) -> list[Row]:
-    """For each function two tasks and two starts."""
+    """Up to `most` rows: two tasks and two starts for each function, shuffled."""
     rng, rows = random.Random(seed), []
     for name, summary, opening, source in functions():
         known = {"name": name, "summary": summary, "opening": opening, "source": source}
@@ -89,22 +89,23 @@ def code(seed: int, most: int) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="with spec_bench, gsm8k")
-    parser.add_argument("--out", type=Path, required=True, help="prompts.jsonl, judged.jsonl")
+    parser.add_argument("--data", type=Path, required=True, help="folder with spec_bench, gsm8k")
+    parser.add_argument("--out", type=Path, required=True, help="for prompts.jsonl, judged.jsonl")
     parser.add_argument("--code", type=int, default=12000)
     parser.add_argument("--sums", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    train, judged = spec_bench(asked.data / "spec_bench" / "question.jsonl")
-    sums = (asked.data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    rng = random.Random(asked.seed)
-    train += [chat(json.loads(line)["question"], "gsm8k") for line in rng.sample(sums, asked.sums)]
-    train += code(asked.seed, asked.code)
+    options = parser.parse_args()
+    train, judged = spec_bench(options.data / "spec_bench" / "question.jsonl")
+    sums = (options.data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rng = random.Random(options.seed)
+    train += [chat(json.loads(line)["question"], "gsm8k")
+              for line in rng.sample(sums, options.sums)]
+    train += code(options.seed, options.code)
     rng.shuffle(train)
-    asked.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
     for name, rows in (("prompts", train), ("judged", judged)):
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        (asked.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        (options.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
         print(f"{len(rows):,} {name}")
 
 

@@ -1,9 +1,10 @@
-"""Training text of a Llama or Qwen2 by one GPU, a thousand rows at a time.
+"""Write training text with a Llama or Qwen2 on a GPU, a thousand rows at a time.
 
     python recipes/smollm2/write.py MODEL --data text/prompts.jsonl --tokens 4000000 --out own.jsonl
 
-What `draftproof train ... --self-generate --own-text own.jsonl` then reads. Rows that end give
-their place to the next prompt, and a step of all rows is one CUDA graph (on a CPU: the same, slow).
+`draftproof train ... --self-generate --own-text own.jsonl` reads the file. When a row has ended,
+the next prompt takes its place. A step of all rows is one CUDA graph; a CPU takes the same steps
+without a graph, slowly.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from draftproof.training.train_run import fingerprint
 
 KINDS = ("llama", "qwen2")
 STEPS = 8
-"""Tokens of each row between two looks at which rows have ended."""
+"""Tokens that each row gets between two checks for rows that have ended."""
 READ = 64
-"""Prompts that are read side by side."""
+"""Prompts that are read at a time."""
 
 
 class GraphWriter:
-    """A `training.self_generate.Writer`: `rows` places of `length` tokens, prompt included."""
+    """A `training.self_generate.Writer` with `rows` rows of `length` tokens, prompt included."""
 
     def __init__(self, model: Any, stops: Sequence[int], rows: int, length: int) -> None:
         form, device = model.config, model.device
         rope, sliding = form.rope_parameters, getattr(form, "use_sliding_window", False)
         if form.model_type not in KINDS or rope["rope_type"] != "default" or sliding:
             raise BadInput(
-                f"{form.model_type} with {rope['rope_type']} positions was given; this writes with "
-                f"{' and '.join(KINDS)} of plain positions: let `draftproof train --self-generate`"
+                f"{form.model_type} with {rope['rope_type']} positions was given; write.py needs "
+                f"{' or '.join(KINDS)} with default positions and no sliding window: use "
+                "`draftproof train --self-generate` instead"
             )
         self.heads, self.groups = form.num_attention_heads, form.num_key_value_heads
         self.size = getattr(form, "head_dim", None) or form.hidden_size // self.heads
@@ -60,7 +62,7 @@ class GraphWriter:
         self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
         self.at, self.end, self.sizes = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self.done = torch.ones(rows, dtype=torch.bool, device=device)
-        self.heat = torch.zeros(rows, 1, device=device)         # temperatures
+        self.temperatures = torch.zeros(rows, 1, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     @torch.inference_mode()
@@ -72,11 +74,12 @@ class GraphWriter:
         while waiting or max(owner) >= 0:
             free = [row for row, prompt in enumerate(owner) if prompt < 0]
             while waiting and free:
-                some, free = free[:READ][: len(waiting)], free[READ:]
-                for row in some:
+                chosen, free = free[:READ][: len(waiting)], free[READ:]
+                for row in chosen:
                     owner[row] = waiting.pop()
-                mine = [owner[row] for row in some]
-                self._read(some, [prompts[at] for at in mine], [samplings[at] for at in mine])
+                indices = [owner[row] for row in chosen]
+                self._read(chosen, [prompts[index] for index in indices],
+                           [samplings[index] for index in indices])
             for _ in range(STEPS):
                 self._replay()
             ended = [row for row in self.done.nonzero()[:, 0].tolist() if owner[row] >= 0]
@@ -89,7 +92,7 @@ class GraphWriter:
     def _read(
         self, rows: list[int], prompts: list[list[int]], samplings: list[Sampling]
     ) -> None:
-        """Keys and values of prompts; the last token of each is read by the step that follows."""
+        """Compute keys and values of prompts; the next step reads the last token of each."""
         where, sizes = torch.tensor(rows, device=self.device), [len(prompt) for prompt in prompts]
         width = max(sizes)
         text = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
@@ -104,14 +107,15 @@ class GraphWriter:
             states = self._finished(layer, states, mixed)
         new = [sampling.max_new_tokens or 1 for sampling in samplings]
         ends = [min(self.length, size + more) for size, more in zip(sizes, new, strict=True)]
-        heats = [[sampling.temperature] for sampling in samplings]
+        temperatures = [[sampling.temperature] for sampling in samplings]
         self.at[where] = torch.tensor(sizes, device=self.device) - 1
         self.end[where] = torch.tensor(ends, device=self.device)
-        self.heat[where] = torch.tensor(heats, dtype=torch.float32, device=self.device)
+        self.temperatures[where] = torch.tensor(
+            temperatures, dtype=torch.float32, device=self.device)
         self.done[where] = False
 
     def _step(self) -> None:
-        """One more token of each row; rows that are done compute in vain and keep theirs."""
+        """Write a token in each row; rows that are done are computed too, but do not change."""
         every = torch.arange(self.rows, device=self.device)
         states = self.model.embed_tokens(self.tokens.gather(1, self.at[:, None]))
         turn = self.turn[:, self.at][:, :, None, None]                          # [2, B, 1, 1, D]
@@ -126,8 +130,8 @@ class GraphWriter:
             mixed = scores.float().softmax(-1).to(states.dtype) @ values
             states = self._finished(layer, states, mixed.view(self.rows, self.heads, 1, self.size))
         logits = F.linear(self.model.norm(states[:, 0]), self.table).float()
-        noise = -torch.empty_like(logits).exponential_().log()                  # Gumbel's
-        new, place = torch.addcmul(logits, noise, self.heat).argmax(-1), self.at + 1
+        noise = -torch.empty_like(logits).exponential_().log()                  # Gumbel noise
+        new, place = torch.addcmul(logits, noise, self.temperatures).argmax(-1), self.at + 1
         place = torch.where(self.done, self.at, place)
         kept = self.tokens.gather(1, place[:, None])[:, 0]
         self.tokens.scatter_(1, place[:, None], torch.where(self.done, kept, new)[:, None])
@@ -137,10 +141,10 @@ class GraphWriter:
         self.done.logical_or_(over)
 
     def _query_key_value(self, layer: Any, states: Tensor, turn: Tensor) -> tuple[Tensor, ...]:
-        """[B, heads, S, D] each, of states [B, S, H], turned by their places."""
-        mine, inner = layer.self_attn, layer.input_layernorm(states)
+        """[B, heads, S, D] each, of states [B, S, H], rotated by their positions."""
+        attention, inner = layer.self_attn, layer.input_layernorm(states)
         shape = (*states.shape[:2], -1, self.size)
-        parts = (mine.q_proj(inner), mine.k_proj(inner), mine.v_proj(inner))
+        parts = (attention.q_proj(inner), attention.k_proj(inner), attention.v_proj(inner))
         query, key, value = (part.view(shape).transpose(1, 2) for part in parts)
         cos, sin = turn
         (a, b), (c, d) = query.chunk(2, -1), key.chunk(2, -1)
@@ -148,7 +152,7 @@ class GraphWriter:
         return query, key * cos + torch.cat([-d, c], -1) * sin, value
 
     def _finished(self, layer: Any, states: Tensor, mixed: Tensor) -> Tensor:
-        """States [B, S, H] behind a layer whose attention gave `mixed` [B, heads, S, D]."""
+        """States [B, S, H] after a layer whose attention gave `mixed` [B, heads, S, D]."""
         states = states + layer.self_attn.o_proj(mixed.transpose(1, 2).flatten(2))
         return states + layer.mlp(layer.post_attention_layernorm(states))
 
@@ -157,11 +161,11 @@ class GraphWriter:
             self._step()
             return
         if self.graph is None:
-            beside = torch.cuda.Stream()                        # as capture wants the first steps
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
+            stream = torch.cuda.Stream()            # capture needs a first step on another stream
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 self._step()
-            torch.cuda.current_stream().wait_stream(beside)
+            torch.cuda.current_stream().wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self._step()
@@ -173,27 +177,28 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--data", type=Path, action="append", required=True)
     parser.add_argument("--tokens", type=int, default=4_000_000)
-    parser.add_argument("--rows", type=int, default=1024, help="written side by side")
-    parser.add_argument("--length", type=int, default=512, help="as in `train`")
+    parser.add_argument("--rows", type=int, default=1024, help="rows that are written at a time")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row, as in `train`")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
-    asked = parser.parse_args()
-    model = loading.load_model(asked.model, "bfloat16", asked.device)
-    tokenizer = loading.load_tokenizer(asked.model)
+    options = parser.parse_args()
+    model = loading.load_model(options.model, "bfloat16", options.device)
+    tokenizer = loading.load_tokenizer(options.model)
     assert tokenizer is not None, "the folder has no tokenizer"
-    codec, data = Codec(tokenizer), DataConfig(tuple(asked.data))
-    own = SelfGenerateConfig(tokens=asked.tokens, rows_at_a_time=asked.rows, file=asked.out)
+    codec, data = Codec(tokenizer), DataConfig(tuple(options.data))
+    config = SelfGenerateConfig(
+        tokens=options.tokens, rows_at_a_time=options.rows, file=options.out)
     identity = {"model": fingerprint(model), "data": data.hashes(), "chat": False}
-    texts = SelfGeneratedText(asked.out, identity, own, asked.length)
-    writer = GraphWriter(model, loading.stop_tokens(model), asked.rows, asked.length)
+    texts = SelfGeneratedText(options.out, identity, config, options.length)
+    writer = GraphWriter(model, loading.stop_tokens(model), options.rows, options.length)
     context = model.config.max_position_embeddings
     for held_out, documents in zip((False, True), data.split(0, print), strict=True):
-        with tqdm(total=asked.tokens if not held_out else None, unit=" tokens") as bar:
+        with tqdm(total=options.tokens if not held_out else None, unit=" tokens") as bar:
 
-            def said(tokens: int, of: int, bar: Any = bar) -> None:
+            def show_progress(tokens: int, total: int, bar: Any = bar) -> None:
                 bar.update(tokens - bar.n)
 
-            texts.write(writer, codec, context, documents, held_out, said)
+            texts.write(writer, codec, context, documents, held_out, show_progress)
 
 
 if __name__ == "__main__":

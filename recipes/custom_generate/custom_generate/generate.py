@@ -1,4 +1,4 @@
-"""What `model.generate(..., custom_generate="org/draftproof", trust_remote_code=True)` runs."""
+"""What `model.generate(..., custom_generate="org/draftproof", trust_remote_code=True)` calls."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import draftproof
 
 def generate(
     model: Any, assistant_model: Any = None, drafter: Any = None, streamer: Any = None,
-    tokenizer: Any = None, stop_strings: Any = None, stopping_criteria: Any = None, **asked: Any,
+    tokenizer: Any = None, stop_strings: Any = None, stopping_criteria: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """As `model.generate`; see `draftproof.generate`. With `stop_strings` and `tokenizer`, and with
-    `num_return_sequences` beside an assistant, which `custom_generate=` of a function lacks."""
+    """Generate as `model.generate` does; see `draftproof.generate`.
+
+    It also takes `stop_strings` with `tokenizer`, and `num_return_sequences` together with an
+    assistant model; a function that is given as `custom_generate=` takes neither.
+    """
     criteria = StoppingCriteriaList(stopping_criteria or ())
     if stop_strings is not None:
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
     draft = assistant_model if drafter is None else drafter
     decode = partial(draftproof.generate, drafter=draft, streamer=streamer)
     return model.generate(
-        custom_generate=decode, stopping_criteria=criteria, streamer=streamer, **asked
+        custom_generate=decode, stopping_criteria=criteria, streamer=streamer, **options
     )
