@@ -9,7 +9,7 @@ budget of every drafter is predicted before any of them runs. Then plain decodin
 write the same texts in turn; the measured speed-up is the ratio of the medians. The rows of each
 batch size and temperature are appended to FILE, and rows in FILE are not measured again, so a run
 may be stopped and resumed. A verdict is right if the measured speed-up agrees with it: above 1,
-below 1, or within 5 % of 1.
+below 1, or within 5 % of 1 (or within the predicted interval, if that contains 1).
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def measure(options: argparse.Namespace) -> None:
                     base, drafted = median(seconds[PLAIN, 0]), median(seconds[drafter, budget])
                     row = {"model": name, "drafter": Path(drafter).name, "budget": budget,
                            "batch": batch, "temperature": temperature, "texts": texts,
-                           "predicted": prediction.speed_up, "measured": base / drafted,
-                           "low": prediction.low, "high": prediction.high,
-                           "plan_seconds": planned,
+                           "prompts": len(prompts), "predicted": prediction.speed_up,
+                           "measured": base / drafted, "low": prediction.low,
+                           "high": prediction.high, "plan_seconds": planned,
                            "tokens_per_round": prediction.tokens_per_round,
                            "plain": seconds[PLAIN, 0], "drafted": seconds[drafter, budget],
                            "predicted_tokens_per_second": prediction.tokens_per_second}
@@ -144,9 +144,11 @@ def errors(row: Row) -> float:
 
 def is_right(row: Row) -> bool:
     """Whether the measured speed-up agrees with the verdict."""
-    verdict, measured = judged(row["predicted"]), row["measured"]
-    answers = {"pays": measured > 1, "does not pay": measured < 1}
-    return answers.get(verdict, abs(measured - 1) <= EVEN)
+    interval, measured = (row["low"], row["high"]), row["measured"]
+    verdict = judged(row["predicted"], *interval, row["prompts"])
+    if verdict in ("pays", "does not pay"):
+        return bool(measured > 1) == (verdict == "pays")
+    return bool(abs(measured - 1) <= EVEN or interval[0] <= measured <= interval[1])
 
 
 def report(rows: list[Row], plot: Path | None) -> None:

@@ -28,6 +28,19 @@ def test_never_slower_writes_the_texts_of_plain_decoding(tmp_path: Path) -> None
     assert all(row["same"] == "1/1" for row in report)
 
 
+def test_predictions_are_compared_with_measurements(tmp_path: Path) -> None:
+    row = {"model": "demo", "drafter": "portfolio", "budget": 2, "batch": 1, "temperature": 0.0,
+           "prompts": 8, "predicted": 1.5, "low": 1.3, "high": 1.7, "measured": 1.2}
+    even = {**row, "budget": 5, "predicted": 1.1, "low": 0.9, "high": 1.3}
+    wrong = {**row, "budget": "auto", "measured": 0.8}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in (row, even, wrong)), "utf-8")
+    command = [sys.executable, RECIPES / "figures" / "plan_against_measured.py", file]
+    report = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280).stdout
+    assert [line.endswith("WRONG") for line in report.splitlines()[:3]] == [False, False, True]
+    assert report.splitlines()[-1].endswith("| 2 of 3 |")
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_text_written_in_many_rows_is_what_generate_writes(kind: str) -> None:
     spec = importlib.util.spec_from_file_location("write", RECIPES / "smollm2" / "write.py")
