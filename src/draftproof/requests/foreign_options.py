@@ -6,8 +6,7 @@ without such an effect are accepted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 from draftproof.errors import BadInput
 
@@ -22,7 +21,7 @@ OTHER_NAMES = {
 """What OpenAI, vLLM, TGI, llama.cpp, Ollama, KoboldAI and transformers call an option of
 `Sampling`."""
 
-OFF: dict[str, tuple[int, Any]] = {"top_k": (-1, 0), "max_new_tokens": (-1, None)}
+OFF: dict[str, tuple[int, int | None]] = {"top_k": (-1, 0), "max_new_tokens": (-1, None)}
 """Numbers by which others (vLLM, llama.cpp) turn an option off, and our number for that."""
 
 UNSUPPORTED: dict[str, tuple[str, ...]] = {
@@ -102,7 +101,7 @@ HARMLESS = frozenset({
 """Options that change no text, whatever their value."""
 
 _ONE, _ZERO, _TRUE = (1,), (0,), (True,)
-NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
+NO_OP_VALUES: dict[str, tuple[object, ...]] = {
     **dict.fromkeys((
         "best_of", "num_beams", "num_beam_groups", "num_return_sequences", "length_penalty",
         "typical_p", "typ_p", "typical", "tfs_z", "repeat_penalty", "guidance_scale",
@@ -126,7 +125,7 @@ _FALSE_COUNTS = frozenset((
 """Options for which false asks for something."""
 
 
-def is_neutral(name: str, value: Any) -> bool:
+def is_neutral(name: str, value: object) -> bool:
     """Whether an option has no effect with this value; 0 is not false, nor 1 true."""
     if value is None or any(_same(value, neutral) for neutral in NO_OP_VALUES.get(name, ())):
         return True
@@ -135,20 +134,20 @@ def is_neutral(name: str, value: Any) -> bool:
     return isinstance(value, (list, dict, str)) and not value
 
 
-def _same(value: Any, neutral: Any) -> bool:
+def _same(value: object, neutral: object) -> bool:
     if isinstance(value, bool) or isinstance(neutral, bool):
         return value is neutral
     return bool(value == neutral)
 
 
-def refuse_unsupported(options: Mapping[str, Any]) -> None:
+def refuse_unsupported(options: Mapping[str, object]) -> None:
     """Raise BadInput for an option that would change the answer and is not supported."""
     for name, value in options.items():
         if name in _NAMES and not is_neutral(name, value):
             raise BadInput(f'"{name}" is not supported here; leave it out')
 
 
-def refuse_unknown(options: Mapping[str, Any], known: Collection[str]) -> None:
+def refuse_unknown(options: Iterable[str], known: Collection[str]) -> None:
     """Raise BadInput for a name that is not known, not harmless, and not another engine's option
     without effect (call `refuse_unsupported` first)."""
     for name in options:

@@ -29,7 +29,7 @@ def read_json(text: str | bytes) -> Any:
         raise _error("a number in it has thousands of digits") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     read = dict(pairs)
     if len(read) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]

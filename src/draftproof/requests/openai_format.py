@@ -44,7 +44,7 @@ class ParsedRow(NamedTuple):
     sampling: Sampling
 
 
-def parse_json(text: bytes) -> dict[str, Any]:
+def parse_json(text: bytes) -> dict[str, object]:
     """The object on a line, with its "body" unfolded. Raises BadInput, in one sentence."""
     try:
         row = read_json(text)
@@ -57,7 +57,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
     return {**row, **body} if isinstance(body, dict) else row
 
 
-def row_ids(text: bytes) -> dict[str, Any]:
+def row_ids(text: bytes) -> dict[str, object]:
     """The row's own ids, if it has any."""
     try:
         row = parse_json(text)
@@ -75,7 +75,7 @@ def parse_row(text: bytes, base: Sampling, chat: bool) -> ParsedRow:
     return ParsedRow(prompt_of(row, chat), sampling_of(base, row))
 
 
-def refuse_unhonoured(row: Mapping[str, Any]) -> None:
+def refuse_unhonoured(row: Mapping[str, object]) -> None:
     """Raise BadInput for a field that would change the answer and is not honoured."""
     if (n := _nested(row).get("n")) not in (None, 1):
         raise BadInput(f'"n" was {n!r} among the sampling options; give it next to the prompt')
@@ -83,14 +83,14 @@ def refuse_unhonoured(row: Mapping[str, Any]) -> None:
         refuse_unsupported(options)
 
 
-def refuse_unrecognized(row: Mapping[str, Any], base: Sampling) -> None:
+def refuse_unrecognized(row: Mapping[str, object], base: Sampling) -> None:
     """Raise BadInput for any unknown name: a file's row may have the user's own fields, but a
     request may not."""
     refuse_unhonoured(row)
     refuse_unknown(row, (*_sampling_fields(base), *SWITCHES, "sampling", "sampling_params"))
 
 
-def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
+def prompt_of(row: Mapping[str, object], chat: bool) -> Prompt:
     """The prompt of a row, as text, as token ids or as a chat. Raises BadInput, in one sentence."""
     name = next((name for name in PROMPTS if name in row), None)
     if name is None:
@@ -103,8 +103,8 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
         return _with_system(messages_of(prompt), system)
     if name == "turns" and isinstance(prompt, list) and prompt:
         prompt = prompt[0]
-    are_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
-    if are_ids and system is None:
+    if isinstance(prompt, list) and prompt and system is None and all(
+            type(token) is int for token in prompt):
         return [int(token) for token in prompt]
     if not isinstance(prompt, str) or (chat and not prompt):
         raise BadInput(f'"{name}" must be text, and of a chat at least one word')
@@ -115,7 +115,7 @@ def prompt_of(row: Mapping[str, Any], chat: bool) -> Prompt:
     return prompt
 
 
-def _with_system(messages: list[dict[str, Any]], system: object) -> list[dict[str, Any]]:
+def _with_system(messages: list[dict[str, object]], system: object) -> list[dict[str, object]]:
     """Messages with the row's own system message, if any, in front."""
     if system is None:
         return messages
@@ -139,20 +139,21 @@ def messages_of(value: object) -> list[dict[str, Any]]:
             content = "".join(map(text_part, content))
         if not isinstance(content, str):
             raise BadInput("the content of a message must be text, or a list of parts that are")
-        extra: dict[str, Any] = {"tool_calls": tool_calls_of(calls)} if calls else {}
+        extra = {"tool_calls": tool_calls_of(calls)} if calls else {}
         read.append({**message, "content": content, **extra})
     return read
 
 
-def text_part(part: Any) -> str:
+def text_part(part: object) -> str:
     """The text of a part of a message; raises BadInput for images and all other kinds."""
-    words = part.get("text") if isinstance(part, dict) else None
-    if not isinstance(words, str) or part.get("type", "text") != "text":
-        raise BadInput("a message has a part that is not text; only text is read here")
-    return words
+    if isinstance(part, dict) and part.get("type", "text") == "text":
+        words = part.get("text")
+        if isinstance(words, str):
+            return words
+    raise BadInput("a message has a part that is not text; only text is read here")
 
 
-def tool_calls_of(calls: Any) -> list[dict[str, Any]]:
+def tool_calls_of(calls: Any) -> list[dict[str, object]]:
     """Tool calls for chat templates, with arguments as an object instead of text."""
     try:
         read = []
@@ -166,7 +167,7 @@ def tool_calls_of(calls: Any) -> list[dict[str, Any]]:
         raise BadInput(f"a message's tool_calls cannot be read: {error!r:.120}") from None
 
 
-def sampling_of(base: Sampling, row: Mapping[str, Any]) -> Sampling:
+def sampling_of(base: Sampling, row: Mapping[str, object]) -> Sampling:
     """`base` with the row's options, under our names or another engine's.
 
     As in vLLM, `stop_token_ids` are end tokens in addition to the model's own, and `ignore_eos`
@@ -202,9 +203,9 @@ def _sampling_fields(base: Sampling) -> dict[str, str]:
     return {field.name: str(field.type) for field in fields(base) if field.name not in NOT_DATA}
 
 
-def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(row: Mapping[str, object]) -> dict[str, object]:
     """The sampling options that a row has below its top level."""
-    options = dict[str, Any]()
+    options = dict[str, object]()
     for name in ("sampling", "sampling_params", *(["parameters"] if "inputs" in row else [])):
         inner = row.get(name) or {}
         if not isinstance(inner, dict):
@@ -213,7 +214,7 @@ def _nested(row: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _typed(name: str, kind: str, value: Any) -> Any:
+def _typed(name: str, kind: str, value: Any) -> object:
     """Convert a value to its option's type: JSON keys are not ids, and some write 8.0 or 1."""
     off, ours = OFF.get(name, (None, None))
     if off is not None and type(value) is int and value == off:

@@ -11,12 +11,12 @@ from torch import Tensor
 from draftproof.errors import BadInput
 from draftproof.tokenizer.codec import Messages
 
-Prompt = str | Sequence[int] | Messages | Tensor | Mapping[str, Any]
+Prompt = str | Sequence[int] | Messages | Tensor | Mapping[str, object]
 """Text, token ids (a list, tensor or array, [S] or [1, S]), a chat as ``[{"role": ..., "content":
 ...}, ...]``, or a tokenizer's BatchEncoding, whose attention mask says what is padding."""
 
 
-def split_prompts(prompts: Any) -> list[Any]:
+def split_prompts(prompts: object) -> list[Any]:
     """Split one or many prompts into a list for `parse_prompt`. Raises BadInput for others."""
     if isinstance(prompts, str):
         return [prompts]
@@ -28,7 +28,7 @@ def split_prompts(prompts: Any) -> list[Any]:
     return [prompts] if single else prompts
 
 
-def parse_prompt(prompt: Any) -> str | list[int] | list[Any]:
+def parse_prompt(prompt: object) -> str | list[int] | list[Any]:
     """Convert a prompt to text, token ids or a chat. Raises BadInput for anything else."""
     if isinstance(prompt, str):
         return prompt
@@ -59,12 +59,12 @@ def without_padding(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     return [row[len(row) - size :] for row, size in zip(ids.tolist(), lengths, strict=True)]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Convert tensors and arrays to lists."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     value = _plain(value)
     if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
         raise BadInput(
@@ -78,7 +78,7 @@ def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and "input_ids" not in value
 
 
-def _rows(encoding: Mapping[str, Any]) -> list[list[int]]:
+def _rows(encoding: Mapping[str, object]) -> list[list[int]]:
     """The token ids of each row of a BatchEncoding, without padding on either side."""
     ids, mask = _plain(encoding.get("input_ids")), _plain(encoding.get("attention_mask"))
     if ids and not isinstance(ids[0], Sequence):

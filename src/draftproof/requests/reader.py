@@ -79,7 +79,7 @@ class RequestReader:
             note_copies(requests)
         return requests
 
-    def begun(self, prompt: Prompt) -> tuple[list[int], Any]:
+    def begun(self, prompt: Prompt) -> tuple[list[int], object]:
         """The checked tokens at the beginning of the text, and the encoder's input, if any."""
         parsed = parse_prompt(prompt)
         if isinstance(parsed, str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ class SequenceState:
     text: str = ""
     finish_reason: str | None = None
     error: DraftproofError | None = None
-    source: Any = None
+    source: object = None
     owner: int = 0
     stats: RoundStats = field(default_factory=RoundStats)
     began: dict[str, float] = field(default_factory=dict)

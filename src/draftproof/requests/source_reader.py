@@ -28,7 +28,7 @@ class SourceReader(RequestReader):
     """Makes requests, and refuses those that cannot be honoured exactly before anything runs."""
 
     @staticmethod
-    def split_prompts(prompts: Any) -> list[Any]:
+    def split_prompts(prompts: object) -> list[Any]:
         """Split one or many prompts into a list."""
         many = [prompts] if isinstance(prompts, Mapping) else prompts
         if not isinstance(many, (list, tuple)) or not many or not all(map(_is_inputs, many)):
@@ -85,7 +85,7 @@ def _is_inputs(value: object) -> bool:
     return isinstance(value, Mapping) and "role" not in value and not set(value) <= OF_TEXT
 
 
-def _rows(inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+def _rows(inputs: Mapping[str, object]) -> list[dict[str, Tensor]]:
     """The inputs of each row of a batch."""
     tensors = dict[str, Tensor]()
     for name, value in inputs.items():

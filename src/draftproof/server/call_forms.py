@@ -32,6 +32,8 @@ class ToolCall(TypedDict):
 
 Call = tuple[str, dict[str, object]]
 """A function's name and its arguments."""
+Schemas = Mapping[str, dict[str, Any] | None]
+"""The JSON schema of each tool's arguments, by the tool's name."""
 
 NAME, ARGUMENTS = "probe_call", {"text": "a probe", "count": 7}
 """The call that is rendered."""
@@ -92,9 +94,7 @@ def _finite(text: str) -> float:
 _DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
 
 
-def read_calls(
-    text: str, form: Form, tools: Mapping[str, dict[str, Any] | None] | None = None
-) -> list[Call]:
+def read_calls(text: str, form: Form, tools: Schemas | None = None) -> list[Call]:
     """The calls at the beginning of a text; none if there are none, or if other text follows.
 
     Args:
@@ -143,7 +143,7 @@ def _skip(text: str, place: int, mark: str) -> int | None:
 Read = tuple[list[Call], int]
 
 
-def _json(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
+def _json(text: str, place: int, form: Form, tools: Schemas) -> Read:
     value, end = _DECODER.raw_decode(text, place)
     calls, marked = list[Call](), bool(text[:place].strip())
     for entry in value if isinstance(value, list) else [value]:
@@ -167,7 +167,7 @@ def _object(arguments: object) -> dict[str, object]:
     return arguments
 
 
-def _named(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
+def _named(text: str, place: int, form: Form, tools: Schemas) -> Read:
     match = re.compile(r"\s*([\w.-]+)").match(text, place)
     start = _skip(text, match.end(), form.separator) if match else None
     if match is None or start is None:
@@ -176,7 +176,7 @@ def _named(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
     return [(match[1], _object(arguments))], end
 
 
-def _pairs(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
+def _pairs(text: str, place: int, form: Form, tools: Schemas) -> Read:
     name_pattern, pair_pattern, _ = _PAIRS[form.kind]
     match = re.compile(name_pattern).match(text, place)
     if match is None:
@@ -200,7 +200,7 @@ def _value(text: str, schema: object) -> object:
         return text
 
 
-def _python(text: str, place: int, form: Form, tools: Mapping[str, Any]) -> Read:
+def _python(text: str, place: int, form: Form, tools: Schemas) -> Read:
     """A list of calls with literal keywords, to the end of the text."""
     source = text[place:].strip()
     if form.end.strip():

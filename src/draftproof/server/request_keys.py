@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from draftproof.errors import BadInput
 
@@ -70,7 +70,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_keys(
-    part: Mapping[str, Any], keys: Keys, where: str, reads: Callable[[str], bool] | None = None
+    part: Mapping[str, object], keys: Keys, where: str, reads: Callable[[str], bool] | None = None
 ) -> None:
     """Refuse a key that nothing here reads.
 
@@ -93,7 +93,7 @@ def check_keys(
             raise BadInput(f"{where} has {name!r}, which is not honoured here; leave it out")
 
 
-def check_messages(messages: list[dict[str, Any]], template: str) -> None:
+def check_messages(messages: list[dict[str, object]], template: str) -> None:
     """Refuse roles, and keys of messages, their parts and their calls, that nothing reads.
 
     Args:
@@ -121,7 +121,7 @@ def check_messages(messages: list[dict[str, Any]], template: str) -> None:
                 _check_call(call, f"{where}.tool_calls.{place}", reads)
 
 
-def with_known_roles(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+def with_known_roles(messages: list[dict[str, object]], template: str) -> list[dict[str, object]]:
     """Messages in which developers are the system, as for all models that know no developers."""
     if _quotes(template, "developer"):
         return messages
@@ -133,7 +133,7 @@ def _quotes(template: str, role: str) -> bool:
     return f"'{role}'" in template or f'"{role}"' in template
 
 
-def _check_call(call: dict[str, Any], where: str, reads: Callable[[str], bool]) -> None:
+def _check_call(call: Mapping[str, object], where: str, reads: Callable[[str], bool]) -> None:
     if (kind := call.get("type", "function")) != "function":
         raise BadInput(f"{where} is of type {kind!r:.60}; only calls of functions are read here")
     check_keys(call, CALL, where, reads)
