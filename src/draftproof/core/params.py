@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -155,7 +155,11 @@ class SamplingParams:
     logits_rules: tuple[tuple[LogitsRule, LogitsProcessor], ...] = ()
 
 
-def _is_list(value: object) -> bool:
+_Check = Callable[[object], bool]
+"""Whether a value is as it must be."""
+
+
+def _is_list(value: object) -> TypeGuard[Collection[Any]]:
     return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
 
 
@@ -187,7 +191,7 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_word(value: Any) -> bool:
+def _is_word(value: object) -> bool:
     return _is_text(value) or (_is_list(value) and len(value) > 0 and all(map(is_whole, value)))
 
 
@@ -198,7 +202,7 @@ def _are_stops(value: Any) -> bool:
     )  # fmt: skip
 
 
-def _are_banned(value: Any) -> bool:
+def _are_banned(value: object) -> bool:
     """The size of banned words. A string counts its bytes, since it has at most as many tokens."""
     if not (_is_list(value) and len(value) <= MOST_BANNED_WORDS and all(map(_is_word, value))):
         return False
@@ -207,11 +211,11 @@ def _are_banned(value: Any) -> bool:
     return sum(sizes) <= MOST_BANNED_TOKENS
 
 
-def _all(part: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _all(part: _Check) -> _Check:
     return lambda values: _is_list(values) and all(map(part, values))
 
 
-def _number(low: float, high: float = 1e30, integral: bool = False) -> Callable[[Any], bool]:
+def _number(low: float, high: float = 1e30, integral: bool = False) -> _Check:
     """Whether something is a number in this range. Larger ones would be lost in float32."""
     kind = Integral if integral else Real
 
@@ -222,11 +226,11 @@ def _number(low: float, high: float = 1e30, integral: bool = False) -> Callable[
     return check
 
 
-def _count(low: int = 0, high: int = 10**9) -> tuple[Callable[[Any], bool], str]:
+def _count(low: int = 0, high: int = 10**9) -> tuple[_Check, str]:
     return _number(low, high, integral=True), f"a whole number from {low} to {high}"
 
 
-_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_WANTED: dict[str, tuple[_Check, str]] = {
     "temperature": (lambda value: _number(1e-30)(value) or _number(0, 0)(value),
                     "0, or a number from 1e-30 to 1e30"),
     "top_p": (_number(1e-30, 1), "a number above 0 and at most 1"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,11 +94,11 @@ class LogitsProcessors:
         pairs = [(row.sampling, name) for row in self.rows for name in names]
         return any(getattr(sampling, name) != getattr(_DEFAULTS, name) for sampling, name in pairs)
 
-    def _column(self, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+    def _column(self, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
         """[B, 1, 1]"""
         return torch.tensor(values, dtype=dtype, device=self.device).view(-1, 1, 1)
 
-    def _by_token(self, rows: Sequence[Mapping[int, Any]], dtype: torch.dtype) -> Tensor:
+    def _by_token(self, rows: Sequence[Mapping[int, float]], dtype: torch.dtype) -> Tensor:
         """[B, 1, highest id + 1] a value for the given tokens of each row, else 0."""
         width = 1 + max(token for row in rows for token in row)
         table = torch.zeros(len(rows), 1, width, dtype=dtype)

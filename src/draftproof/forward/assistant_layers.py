@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from draftproof.errors import DrafterMismatch, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 """The `model_type` of assistants in their config.json."""
@@ -28,7 +31,7 @@ class AssistantLayers(nn.Module):
         vocab_size: The number of tokens.
     """
 
-    def __init__(self, settings: Mapping[str, Any], name: str) -> None:
+    def __init__(self, settings: Mapping[str, object], name: str) -> None:
         super().__init__()
         kind = str(settings["model_type"])
         try:
@@ -110,7 +113,7 @@ class MaskedEmbedding(nn.Module):
         return order[scores.topk(min(self.best, scores.shape[-1]), -1).indices].flatten(-2)
 
 
-def _body(settings: Mapping[str, Any]) -> tuple[Any, nn.Module]:
+def _body(settings: Mapping[str, object]) -> tuple[PreTrainedConfig, nn.Module]:
     """The configuration and its text model, all of whose layers use shared keys.
 
     transformers 5.23 cannot build a model with such layers alone, so as many of the other kind are

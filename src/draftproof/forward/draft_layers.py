@@ -115,7 +115,7 @@ class DraftLayers:
         return shapes
 
 
-def layers_of(settings: dict[str, Any], known: Collection[str], name: str) -> DraftLayers:
+def layers_of(settings: Mapping[str, object], known: Collection[str], name: str) -> DraftLayers:
     """Make the layers that a checkpoint's settings describe, by their `model_type`.
 
     known: settings that the caller reads. A setting that neither the caller nor the family reads is
@@ -217,7 +217,7 @@ def _config_of(settings: Mapping[str, object]) -> PreTrainedConfig:
     return AutoConfig.for_model(str(settings.get("model_type", "llama")), **rest)
 
 
-def sparse_mlp(config: PreTrainedConfig, settings: Mapping[str, Any]) -> nn.Module:
+def sparse_mlp(config: PreTrainedConfig, settings: Mapping[str, object]) -> nn.Module:
     """A mixture of experts with a shared expert, as in Qwen3-Next, without weights.
 
     Args:
@@ -274,6 +274,6 @@ def masks(
     return mask
 
 
-def _for_module(cache: Any) -> Any:
+def _for_module(cache: object) -> object:
     """A cache in the form that transformers' layers take."""
     return cache.for_module() if isinstance(cache, KVCache) else cache

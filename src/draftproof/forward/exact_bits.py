@@ -11,7 +11,7 @@ Triton. They were run by its interpreter on a CPU (TRITON_INTERPRET=1) and never
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ WIDEN = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's interpreter multiplies no bfloat16; products of them are exact in float32."""
 KEYS = 64
 """Keys that attention reads at a time."""
+Dims = int | Sequence[int] | None
+"""Dimensions to sum over, as torch takes them; None: all."""
 
 
 @triton.jit
@@ -162,28 +164,29 @@ def row_sum(x: Tensor) -> Tensor:
     return out.reshape(*x.shape[:-1], 1)
 
 
-def _mean(x: Tensor, dim: Any = -1, keepdim: bool = False, **more: Any) -> Tensor:
+def _mean(x: Tensor, dim: Dims = -1, keepdim: bool = False, **more: torch.dtype | None) -> Tensor:
     _last_alone("mean", x, dim)
     out = (row_sum(x) / x.shape[-1]).to(more.get("dtype") or x.dtype)
     return out if keepdim else out[..., 0]
 
 
-def _total(x: Tensor, dim: Any = -1, keepdim: bool = False, **more: Any) -> Tensor:
+def _total(x: Tensor, dim: Dims = -1, keepdim: bool = False, **more: torch.dtype | None) -> Tensor:
     _last_alone("sum", x, dim)
     out = row_sum(x).to(more.get("dtype") or x.dtype)
     return out if keepdim else out[..., 0]
 
 
 def _length(
-    x: Tensor, ord: float = 2, dim: Any = -1, keepdim: bool = False, dtype: Any = None
-) -> Tensor:
+    x: Tensor, ord: float = 2, dim: Dims = -1, keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     _last_alone("vector_norm", x, dim)
     out = row_sum(x.float().square()).sqrt().to(dtype or x.dtype)
     return out if keepdim and ord == 2 else out[..., 0]
 
 
 def _rms_norm(
-    x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     least = torch.finfo(x.dtype).eps if eps is None else eps
     normed = x.float() * (row_sum(x.float().square()) / x.shape[-1] + least).rsqrt()
@@ -191,7 +194,7 @@ def _rms_norm(
 
 
 def _layer_norm(
-    x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None,
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5
 ) -> Tensor:  # fmt: skip
     middle = x.float() - row_sum(x) / x.shape[-1]
@@ -200,13 +203,13 @@ def _layer_norm(
     return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
-def _last_alone(name: str, x: Tensor, dim: Any) -> None:
+def _last_alone(name: str, x: Tensor, dim: Dims) -> None:
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
     if [place % x.dim() for place in dims] != [x.dim() - 1]:
         raise UnsupportedModel(f"a {name} over other dimensions than the last would not keep bits")
 
 
-def _matmul(left: Tensor, right: Tensor, *args: Any, **more: Any) -> Tensor:
+def _matmul(left: Tensor, right: Tensor, *args: object, **more: object) -> Tensor:
     """The product of a column and a row, such as positions and frequencies, which sums nothing."""
     if left.shape[-1] != 1:
         raise UnsupportedModel("a matrix product other than of a linear layer would not keep bits")
@@ -222,8 +225,9 @@ class ExactBits(TorchFunctionMode):
         self._orders = dict[int, tuple[Tensor, Tensor, Tensor]]()      # by mask, which is kept
 
     def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self, function: Callable[..., object], types: object, args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:  # fmt: skip
         if function is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         if (exact := REPLACED.get(function)) is not None:
@@ -249,7 +253,7 @@ class ExactBits(TorchFunctionMode):
         return attention(query, key, value, order, count, scale or query.shape[-1] ** -0.5)
 
 
-REPLACED: dict[Any, Callable[..., Tensor]] = {
+REPLACED: dict[Callable[..., object], Callable[..., Tensor]] = {
     F.linear: linear, F.rms_norm: _rms_norm, F.layer_norm: _layer_norm,
     torch.linalg.vector_norm: _length, torch.mean: _mean, Tensor.mean: _mean, torch.sum: _total,
     Tensor.sum: _total, torch.matmul: _matmul, Tensor.matmul: _matmul, Tensor.__matmul__: _matmul,
@@ -260,7 +264,9 @@ REFUSED = {"bmm", "baddbmm", "mm", "addmm", "einsum", "conv1d", "softmax", "log_
 """Functions of torch that a forward may not call."""
 
 
-def invariance(device: str, dtype: torch.dtype, widths: tuple[int, ...] = (1, 2, 17)) -> Any:
+def invariance(
+    device: str, dtype: torch.dtype, widths: tuple[int, ...] = (1, 2, 17)
+) -> dict[str, float]:
     """Measure the largest change of the first row when others are read with it, for our product,
     torch's, and our attention; and the error of each against float64."""
     dice = torch.Generator().manual_seed(0)

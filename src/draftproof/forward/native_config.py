@@ -8,24 +8,24 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from draftproof.forward.rope import ROPE_TYPES
+from draftproof.forward.rope import ROPE_TYPES, RopeParameters
 
 GELU = "gelu_pytorch_tanh"
-_LLAMA: dict[str, Any] = {
+_LLAMA: dict[str, object] = {
     "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
     "max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None,
     "attention_bias": False, "mlp_bias": False, "rope_theta": 1e4, "sliding_window": None,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
 }  # fmt: skip
-_QWEN: dict[str, Any] = {
+_QWEN: dict[str, object] = {
     **_LLAMA, "max_position_embeddings": 32768, "num_key_value_heads": 32,
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-_MISTRAL: dict[str, Any] = {
+_MISTRAL: dict[str, object] = {
     **_LLAMA, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096,
 }  # fmt: skip
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, object]] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "ministral": _MISTRAL,
@@ -84,12 +84,12 @@ class NativeConfig:
 
     is_encoder_decoder = False
     layer_types: list[str]
-    rope_parameters: dict[str, Any]
+    rope_parameters: dict[str, RopeParameters]
     name_or_path: str
     head_dim: int
     num_key_value_heads: int
     hidden_act: str
-    sliding_window: Any
+    sliding_window: int | None
     no_rope_layers: Any
 
     def __init__(self, settings: Mapping[str, Any], name: str = "") -> None:
@@ -121,7 +121,7 @@ class NativeConfig:
         window: int | None = self.sliding_window if sliding else None
         return window
 
-    def rope_of(self, layer: int) -> tuple[str | None, dict[str, Any] | None]:
+    def rope_of(self, layer: int) -> tuple[str | None, RopeParameters | None]:
         """A layer's rope: its name, if there are several, and its parameters; None without rope."""
         if self.model_type == "smollm3" and not self.no_rope_layers[layer]:
             return None, None
@@ -193,24 +193,25 @@ def _layer_types(config: NativeConfig) -> list[str]:
     return ["sliding_attention" if slide else "full_attention" for slide in slides]
 
 
-def _rope_parameters(config: NativeConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_parameters(
+    config: NativeConfig, settings: Mapping[str, Any]
+) -> dict[str, RopeParameters]:
     """Complete rope parameters by kind of layer ("" for all), from the new and older formats."""
     if config.model_type == "gemma3_text":
-        parameters = deepcopy(settings.get("rope_parameters") or {})
-        full, local = (
-            parameters.get("full_attention") or {},
-            parameters.get("sliding_attention") or {},
-        )
-        full |= settings.get("rope_scaling") or {}
+        kinds: dict[str, RopeParameters] = deepcopy(settings.get("rope_parameters") or {})
+        full: RopeParameters = kinds.get("full_attention") or {}
+        local: RopeParameters = kinds.get("sliding_attention") or {}
+        scaling: RopeParameters | None = settings.get("rope_scaling")
+        full |= scaling or {}
         full.setdefault("rope_theta", settings.get("rope_theta", 1e6))
         local.setdefault("rope_theta", settings.get("rope_local_base_freq", _LOCAL_THETA))
         return {"full_attention": _completed(config, full),
                 "sliding_attention": _completed(config, local)}
-    parameters = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    return {"": _completed(config, deepcopy(parameters))}
+    stated: RopeParameters | None = settings.get("rope_scaling") or settings.get("rope_parameters")
+    return {"": _completed(config, deepcopy(stated or {}))}
 
 
-def _completed(config: NativeConfig, rope: dict[str, Any]) -> dict[str, Any]:
+def _completed(config: NativeConfig, rope: RopeParameters) -> RopeParameters:
     """Add the type, theta and original context to rope parameters."""
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", config.rope_theta)

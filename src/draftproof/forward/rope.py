@@ -8,11 +8,32 @@ and Llama 3.1's scaling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+
+
+class RopeParameters(TypedDict, total=False):
+    """A configuration's settings of rotary embeddings; which there are depends on `rope_type`."""
+
+    rope_type: str
+    type: str
+    rope_theta: float
+    partial_rotary_factor: float
+    factor: Any                         # a number; for YaRN and LongRoPE it may be null
+    attention_factor: float | None
+    original_max_position_embeddings: int
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float | None
+    beta_slow: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+    truncate: bool
+    short_factor: list[float]
+    long_factor: list[float]
 
 
 class RotaryTable(NamedTuple):
@@ -27,7 +48,7 @@ class RotaryTable(NamedTuple):
     scaling: float
 
     @classmethod
-    def of(cls, rope: Mapping[str, Any], head_dim: int, max_positions: int) -> RotaryTable:
+    def of(cls, rope: RopeParameters, head_dim: int, max_positions: int) -> RotaryTable:
         """Build the table.
 
         Args:
@@ -53,15 +74,15 @@ def _frequencies(theta: float, rotated: int) -> Tensor:
     return 1.0 / (theta**exponents)
 
 
-def _default(rope: Mapping[str, Any], rotated: int, _: int) -> tuple[Tensor, float]:
+def _default(rope: RopeParameters, rotated: int, _: int) -> tuple[Tensor, float]:
     return _frequencies(rope["rope_theta"], rotated), 1.0
 
 
-def _linear(rope: Mapping[str, Any], rotated: int, _: int) -> tuple[Tensor, float]:
+def _linear(rope: RopeParameters, rotated: int, _: int) -> tuple[Tensor, float]:
     return _frequencies(rope["rope_theta"], rotated) / rope["factor"], 1.0
 
 
-def _llama3(rope: Mapping[str, Any], rotated: int, _: int) -> tuple[Tensor, float]:
+def _llama3(rope: RopeParameters, rotated: int, _: int) -> tuple[Tensor, float]:
     """Stretch long wavelengths by `factor`, keep short ones, and blend those in between."""
     inv_freq, factor = _frequencies(rope["rope_theta"], rotated), rope["factor"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -74,7 +95,7 @@ def _llama3(rope: Mapping[str, Any], rotated: int, _: int) -> tuple[Tensor, floa
     return torch.where(between, blended, stretched), 1.0
 
 
-def _yarn(rope: Mapping[str, Any], rotated: int, max_positions: int) -> tuple[Tensor, float]:
+def _yarn(rope: RopeParameters, rotated: int, max_positions: int) -> tuple[Tensor, float]:
     theta, context = rope["rope_theta"], rope["original_max_position_embeddings"]
     factor = rope["factor"]
     factor = max_positions / context if factor is None else factor
@@ -102,7 +123,7 @@ def _yarn(rope: Mapping[str, Any], rotated: int, max_positions: int) -> tuple[Te
     return 1.0 / (factor * periods) * (1 - keep) + 1.0 / periods * keep, scaling
 
 
-def _longrope(rope: Mapping[str, Any], rotated: int, max_positions: int) -> tuple[Tensor, float]:
+def _longrope(rope: RopeParameters, rotated: int, max_positions: int) -> tuple[Tensor, float]:
     """Use the short factors: a context ends at the original limit (`layout.context_of`)."""
     context, factor = rope["original_max_position_embeddings"], rope.get("factor")
     factor = max_positions / context if factor is None else factor
@@ -118,7 +139,7 @@ def _mscale(scale: float, mscale: float = 1) -> float:
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
 
 
-ROPE_TYPES: dict[str, Callable[[Mapping[str, Any], int, int], tuple[Tensor, float]]] = {
+ROPE_TYPES: dict[str, Callable[[RopeParameters, int, int], tuple[Tensor, float]]] = {
     "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn,
     "longrope": _longrope,
 }  # fmt: skip

@@ -36,8 +36,8 @@ UNSUPPORTED: Final = Unsupported.UNSUPPORTED
 """What a kernel returns for arguments it is not made for; the torch function runs instead."""
 Kernel = Callable[Concatenate[Kernels, P], R | Unsupported]
 
-_KERNELS: dict[Callable[..., Any], Callable[..., Any]] = {}
-_ON_HOST: dict[Callable[..., Any], Callable[..., Any]] = {}
+_KERNELS: dict[Callable[..., object], Callable[..., object]] = {}
+_ON_HOST: dict[Callable[..., object], Callable[..., object]] = {}
 
 
 def cpu_kernel(function: Callable[P, R]) -> Callable[[Kernel[P, R]], Kernel[P, R]]:

@@ -23,7 +23,14 @@ from draftproof.native.build import HERE, SOURCES
 
 Value = Tensor | ctypes.Structure | ctypes.Array[Any] | int | float | None
 """What Python may pass for an argument in C, or for a field of a structure."""
-_NUMBERS: dict[str, Any] = {
+CType = (type[ctypes.c_int64] | type[ctypes.c_int32] | type[ctypes.c_float]
+         | type[ctypes.c_void_p] | type[ctypes.Structure])  # fmt: skip
+"""The type of an argument in C, or of a field of a structure."""
+Size = Callable[[Sequence[Value]], int]
+"""How many elements a pointer must have, from the values of all arguments or fields."""
+Count = Callable[["Structure"], int]
+"""Counts something of a structure."""
+_NUMBERS: dict[str, CType] = {
     "int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float,
 }
 _DTYPES = {
@@ -45,22 +52,21 @@ class Declaration(NamedTuple):
         pointee: The name of the type it points to; empty for a number.
         is_const: C only reads what it points to.
         nullable: It may be null.
-        size: From the values of all arguments (or fields), how many elements it must have;
-            None where the source does not say.
+        size: How many elements it must have; None where the source does not say.
     """
 
     name: str
-    type: Any
+    type: CType
     pointee: str
     is_const: bool
     nullable: bool
-    size: Callable[[Sequence[Any]], int] | None
+    size: Size | None
 
 
 class Function(NamedTuple):
     """A function in C. threaded: whether a number of threads comes last, which Python adds."""
 
-    returns: Any
+    returns: CType | None
     takes: list[Declaration]
     threaded: bool
 
@@ -72,7 +78,7 @@ class Checked(NamedTuple):
     dtype: torch.dtype | None
     any_dtype: bool
     is_pointer: bool
-    size: Callable[[Sequence[Any]], int] | None
+    size: Size | None
 
     @classmethod
     def of(cls, declaration: Declaration) -> Checked:
@@ -80,7 +86,7 @@ class Checked(NamedTuple):
         dtype, is_void = _DTYPES.get(pointee), pointee == "void"
         return cls(declaration, dtype, is_void, pointee != "", declaration.size)
 
-    def tensor(self, tensor: Tensor, values: Sequence[Any], where: str) -> Tensor:
+    def tensor(self, tensor: Tensor, values: Sequence[Value], where: str) -> Tensor:
         """The tensor whose memory goes to C: this one, or a contiguous copy of one C only reads.
 
         Args:
@@ -108,7 +114,7 @@ class Checked(NamedTuple):
             self._refuse(where, f"{self.size(values)} {what} were wanted, and {room} were passed")
         return tensor
 
-    def pointer(self, value: Value, values: Sequence[Any], where: str) -> None:
+    def pointer(self, value: Value, values: Sequence[Value], where: str) -> None:
         """Compare what is passed for a pointer and is no tensor.
 
         Raises:
@@ -166,12 +172,12 @@ def checked_values(
     return checked
 
 
-def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[Any]:
+def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
     """Where tensors lie, for a pointer to pointers; they are kept alive."""
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     array: Any = (ctypes.c_void_p * len(tensors))(*pointers)
     array.held = tuple(tensors)
-    return cast("ctypes.Array[Any]", array)
+    return cast("ctypes.Array[ctypes.c_void_p]", array)
 
 
 class Structure(ctypes.Structure):
@@ -184,13 +190,13 @@ class Structure(ctypes.Structure):
     checks: ClassVar[tuple[Checked, ...]]
     indices: ClassVar[dict[str, int]]
     zeros: ClassVar[tuple[Value, ...]]
-    derived: ClassVar[dict[str, Callable[[Any], int]]]
+    derived: ClassVar[dict[str, Count]]
 
     def __init__(self, *values: Value) -> None:
         derived = self.derived if values else {}
         values += self.zeros[len(values) :] if values else ()
         self.held = checked_values(self.checks, values, type(self).__name__)
-        fields = list[Any]()
+        fields = list[Value]()
         for check, value in zip(self.checks, self.held, strict=False):
             if isinstance(value, Tensor):
                 fields.append(value.data_ptr())
@@ -215,12 +221,12 @@ def size_helper(function: Callable[..., int]) -> Callable[..., int]:
     return function
 
 
-def derived(kind: type[Structure]) -> Callable[[Callable[[Any], int]], Callable[[Any], int]]:
+def derived(kind: type[Structure]) -> Callable[[Count], Count]:
     """Decorate a function that counts something of a structure, once, when it is made.
 
     It becomes an attribute of its name, and the notes on sizes in C may call it by its name.
     """
-    def register(count: Callable[[Any], int]) -> Callable[[Any], int]:
+    def register(count: Count) -> Count:
         kind.derived[count.__name__] = count
         _DERIVED.add(count.__name__)
         return count
@@ -262,7 +268,7 @@ def _declared(declarations: Sequence[str]) -> list[Declaration]:
     return made
 
 
-def _size(shape: str, names: Sequence[str]) -> Callable[[Sequence[Any]], int] | None:
+def _size(shape: str, names: Sequence[str]) -> Size | None:
     """The product of what stands in "rows, 2 * layer->size", of the values of `names`."""
     if not shape:
         return None
@@ -272,7 +278,7 @@ def _size(shape: str, names: Sequence[str]) -> Callable[[Sequence[Any]], int] | 
                   lambda word: f"values[{names.index(word[0])}]", product.replace("->", "."))
     code = re.sub(r"\b(\w+)\((values\[\d+\])\)",
                   lambda call: f"{call[2]}.{call[1]}" if call[1] in _DERIVED else call[0], code)
-    size: Callable[[Sequence[Any]], int] = eval(f"lambda values: {code}", _HELPERS)
+    size: Size = eval(f"lambda values: {code}", _HELPERS)
     return size
 
 

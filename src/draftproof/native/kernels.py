@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class Kernels:
         function, checks, threaded = self._functions[name]
         if len(args) != len(checks):
             raise ValueError(f"{name} takes {len(checks)} arguments, {len(args)} were passed")
-        checked, values = checked_values(checks, args, name), list[Any]()
+        checked, values = checked_values(checks, args, name), list[object]()
         for value in checked:                       # copies among them must live until C returns
             if isinstance(value, Tensor):
                 values.append(value.data_ptr())

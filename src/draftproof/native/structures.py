@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftproof.errors import BadInput
-from draftproof.native.declarations import array_of, derived, size_helper, structure
+from draftproof.native.declarations import Structure, array_of, derived, size_helper, structure
 from draftproof.native.formats import BLOCKS, FORMATS, STRIP
 from draftproof.native.pages import enlarge
 
@@ -143,7 +142,7 @@ def last(starts: Tensor | None) -> int:
 
 
 @derived(Read)
-def width(read: Any) -> int:
+def width(read: Structure) -> int:
     """Tokens that a read reads, as `start_of` counts them."""
     starts, nodes = read.pointed("starts"), read.rows * (read.nodes - read.first)
     width = nodes if starts is None else int(starts[read.rows])
@@ -153,19 +152,19 @@ def width(read: Any) -> int:
 
 
 @derived(Model)
-def hidden(model: Any) -> int:
+def hidden(model: Structure) -> int:
     """Numbers of a hidden state."""
     return int(model.pointed("layers")[0].inner.size)
 
 
 @derived(Model)
-def vocab_of(model: Any) -> int:
+def vocab_of(model: Structure) -> int:
     """Outputs of the head."""
     return int(model.pointed("head").outputs)
 
 
 @derived(Model)
-def work_of(model: Any) -> int:
+def work_of(model: Structure) -> int:
     """Numbers that a token needs on its way through the layers of a model."""
     widest = max(layer.inner.outputs + layer.output.size + 3 * layer.down.size
                  for layer in model.pointed("layers"))
