@@ -33,6 +33,8 @@ ones."""
 
 _Recurrent = Callable[..., tuple[Tensor, Tensor]]
 """A gated delta rule: outputs, and the last state."""
+_Attended = tuple[Tensor, Tensor | None]
+"""What attention returns: its output, and the weights where these are known."""
 
 
 def in_a_read(rule: _Recurrent, step: _Recurrent | None = None) -> _Recurrent:
@@ -120,7 +122,7 @@ def delta_net(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return net
 
 
-def several_queries(attend: Callable[..., Any]) -> Callable[..., Any]:
+def several_queries(attend: Callable[..., _Attended]) -> Callable[..., _Attended]:
     """Attention of a read of ours by our kernel, where there is one, and otherwise by torch, which
     is never asked for fewer queries than `QUERIES`: with AVX-512 fewer are rounded in another way.
     """
@@ -129,7 +131,7 @@ def several_queries(attend: Callable[..., Any]) -> Callable[..., Any]:
     def several(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         attention_mask: Tensor | None = None, **options: object,
-    ) -> Any:  # fmt: skip
+    ) -> _Attended:  # fmt: skip
         count, ours = query.shape[2], text_order()
         if ours is not None:
             output = ours(query, key, cast("float | None", options.get("scaling")))

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import Annotated, get_origin
 
 import typer
 
@@ -96,7 +96,7 @@ def options_of(config: type) -> list[inspect.Parameter]:
 
 
 def _sampling(
-    name: str, kind: Any, metavar: str | None, help: str, flags: str = ""
+    name: str, kind: type, metavar: str | None, help: str, flags: str = ""
 ) -> inspect.Parameter:
     declared = option("Sampling", metavar, help, flags or flag(name))
     return _parameter(name, kind if kind is bool else kind | None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ class Drafter(ABC):
     reads_every_state = FormerName("needs_all_hidden")
     default_budget = FormerName("max_draft_tokens")
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         adopt_former_names(cls)
 

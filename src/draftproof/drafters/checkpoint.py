@@ -123,7 +123,7 @@ class Format:
     title: str
     recognises: Callable[[Checkpoint], bool]
     load: Callable[[Checkpoint, Vocabulary], Drafter]
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=lambda: STRIPPED)
     nested: tuple[str, ...] = ()
     shaped: bool = False
@@ -138,7 +138,7 @@ class Format:
         settings, known = checkpoint.settings, self.settings
         weight_files.must_be_possible(settings, name)
         layers = settings.get(LAYERS)
-        inner = dict[str, Any]()
+        inner = dict[str, object]()
         for key in (LAYERS, *self.nested):
             part = settings.get(key) or {}
             if not isinstance(part, dict):
@@ -276,7 +276,7 @@ def _fits(value: object, kind: Any) -> bool:
 
 
 def _must_agree(
-    settings: Mapping[str, Any], others: Mapping[str, Any], name: str, where: str
+    settings: Mapping[str, object], others: Mapping[str, object], name: str, where: str
 ) -> None:
     """Refuse a setting that two places state differently."""
     for key, value in settings.items():
@@ -288,7 +288,7 @@ def _must_agree(
             )
 
 
-def proposed_tokens(settings: Mapping[str, Any], name: str) -> int | None:
+def proposed_tokens(settings: Mapping[str, object], name: str) -> int | None:
     """The number of draft tokens that `speculators` states; refuses inexact acceptance."""
     config = settings.get("speculators_config")
     methods = config.get("proposal_methods") if isinstance(config, dict) else None
@@ -317,7 +317,7 @@ def target_name(settings: Mapping[str, object]) -> str:
     return str(name or "").rstrip("/").rpartition("/")[2]
 
 
-def must_be_for(settings: Mapping[str, Any], target: Vocabulary, name: str) -> None:
+def must_be_for(settings: Mapping[str, object], target: Vocabulary, name: str) -> None:
     """Refuse a drafter trained for a model whose name has another number of parameters."""
     trained, here = target_name(settings), str(target.name).rstrip("/").rpartition("/")[2]
     sizes = [SIZE.search(name.lower().replace("_", "-")) for name in (trained, here)]

@@ -32,7 +32,7 @@ from draftproof.drafters.features import FeatureDrafter, Reader, fill, fuse_expe
 from draftproof.errors import DrafterMismatch
 
 NESTED = ("dflash_config", "dflash2_config", "dspark_config")
-KNOWN: dict[str, Any] = {
+KNOWN: dict[str, object] = {
     "block_size": int, "mask_token_id": int, OUTPUTS: list, INPUTS: list,
     "num_target_layers": int, "causal": bool, "is_causal": bool, "sliding_window_non_causal": bool,
     "use_swa": bool, "swa_window_size": int, "input_embedding_scale": NUMBER,
@@ -49,7 +49,7 @@ KNOWN: dict[str, Any] = {
     **dict.fromkeys(("pure_draft_prefix_len", "emb_dim", "gru_hidden_dim", "auf",
                      "lambda_base_start", "lambda_base_decay_ratio"), ANY),
 }  # fmt: skip
-DSPARK: dict[str, Any] = {
+DSPARK: dict[str, object] = {
     **KNOWN, "projector_type": "dspark", "markov_rank": int, "markov_head_type": str,
     "enable_confidence_head": bool, "confidence_head_with_markov": bool,
 }  # fmt: skip

@@ -29,7 +29,7 @@ from draftproof.errors import DrafterMismatch
 from draftproof.forward.draft_layers import Mask
 
 LAYERS, NESTED = "eagle_aux_hidden_state_layer_ids", "eagle_config"
-KNOWN: dict[str, Any] = {
+KNOWN: dict[str, object] = {
     "norm_before_residual": bool, "norm_before_fc": bool, "fc_norm": bool, "norm_output": bool,
     "logit_scale": NUMBER, "use_aux_hidden_state": bool, LAYERS: list,
     # constants of NVIDIA's eagle_config; other values mean another network
@@ -39,7 +39,9 @@ KNOWN: dict[str, Any] = {
     # redundant with the tensors, or about training
     "draft_vocab_size": int, "target_hidden_size": int, "embed_requires_grad": ANY,
 }  # fmt: skip
-PARALLEL: dict[str, Any] = {**KNOWN, "mask_token_id": int, "pard_token": int, "norm_output": False}
+PARALLEL: dict[str, object] = {
+    **KNOWN, "mask_token_id": int, "pard_token": int, "norm_output": False,
+}  # fmt: skip
 MASKS = 8
 """Tokens that P-EAGLE drafts by default."""
 

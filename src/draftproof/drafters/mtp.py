@@ -299,7 +299,7 @@ def _must_describe(settings: Mapping[str, Any], target: Vocabulary, name: str) -
                 )
 
 
-def _is_head(settings: Mapping[str, Any]) -> bool:
+def _is_head(settings: Mapping[str, object]) -> bool:
     """Whether a config.json is of a head alone."""
     if METHOD in settings:
         return bool(settings[METHOD] == "mtp")

@@ -55,7 +55,7 @@ LIMITS = {
 """Settings that are sizes, with values beyond those of any model: larger ones are errors."""
 
 
-def must_be_possible(settings: Mapping[str, Any], name: str) -> None:
+def must_be_possible(settings: Mapping[str, object], name: str) -> None:
     """Check sizes in a settings file before anything is allocated.
 
     Args:
@@ -186,7 +186,9 @@ def _in_gguf(file: Path, wanted: Collection[str] | None) -> dict[str, Tensor]:
     return {name: numbers_of(opened, stored[name]) for name in wanted}
 
 
-def write(folder: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], name: str) -> None:
+def write(
+    folder: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor], name: str
+) -> None:
     """Write weights to the file `name`, then the settings; after a crash there are no settings."""
     folder.mkdir(parents=True, exist_ok=True)
     Path(folder, CONFIG).unlink(missing_ok=True)

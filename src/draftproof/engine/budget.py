@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import compress, pairwise
 from math import inf
-from typing import Any
 
 from draftproof.core.former_names import FormerName, adopt_former_names, former_keywords
 from draftproof.drafters.base import Drafter
@@ -52,7 +51,7 @@ class Budget(ABC):
     floor = FormerName("min_confidence")
     rest = FormerName("cooldown")
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         adopt_former_names(cls)
 

@@ -47,7 +47,7 @@ RULES = ("match", "rejection", "block")
 """The exact acceptance rules."""
 WEIGHT_KINDS = ("int8", "int4", "fp8")
 _MODEL = ((str, PurePath), "config", "a name, a folder or a loaded transformers model")
-_KINDS: dict[str, tuple[Any, str, str]] = {
+_KINDS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "model": _MODEL, "assistant_model": _MODEL,
     "tokenizer": ((str, PurePath), "encode", "a name, a folder or a loaded tokenizer"),
     "budget": (int, "choose", "a whole number, or a Budget"),
@@ -61,8 +61,8 @@ and both in words."""
 
 
 def option(
-    default: Any, help: str, metavar: str | None = None, *, panel: str | None = None,
-    type: Any = str | None, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (),
+    default: object, help: str, metavar: str | None = None, *, panel: str | None = None,
+    type: object = str | None, flags: tuple[str, ...] = (), choices: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
     """A dataclass field that is a command-line option; panel, type and flags are those there."""
     shown = {"help": help, "metavar": metavar, "panel": panel, "type": type}
@@ -281,7 +281,7 @@ class EngineConfig:
         values = {name: str(getattr(self, name)) for name in names}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
-    def explicit_options(self) -> dict[str, Any]:
+    def explicit_options(self) -> dict[str, object]:
         """The options that were given, by name."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in values if value is not None and value is not False}

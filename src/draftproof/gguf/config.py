@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftproof.errors import ModelNotFound, UnsupportedModel
-from draftproof.gguf.blocks import dequantize
+from draftproof.gguf.blocks import BlockTensor, dequantize
 from draftproof.gguf.families import FAMILIES
 from draftproof.gguf.family import PARAMETERS, UNSHIFTED, Family, per_layer
 from draftproof.gguf.file import GGUFFile
@@ -107,7 +107,7 @@ def _check_kind(file: GGUFFile) -> None:
         raise UnsupportedModel(f"{file.path} is {what}; give the GGUF file of a language model")
 
 
-def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
+def _common(file: GGUFFile, family: Family) -> dict[str, object]:
     """The settings of all families."""
     name, metadata = file.architecture, file.metadata
     heads, hidden = metadata.integer(f"{name}.attention.head_count"), _hidden(file)
@@ -121,7 +121,7 @@ def _common(file: GGUFFile, family: Family) -> dict[str, Any]:
     if head_dim < 1:
         raise ModelNotFound(f"{file.path} has heads of {head_dim} numbers; fetch it again")
     epsilon = np.float32(metadata.number(f"{name}.attention.layer_norm_rms_epsilon"))
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "architectures": [family.architecture], "model_type": family.model_type,
         "vocab_size": _tensor(file, "token_embd.weight").shape[0], "hidden_size": hidden,
         "intermediate_size": _width(file),
@@ -169,7 +169,7 @@ def _hidden(file: GGUFFile) -> int:
     return file.metadata.integer(f"{file.architecture}.embedding_length")
 
 
-def _tensor(file: GGUFFile, name: str) -> Any:
+def _tensor(file: GGUFFile, name: str) -> BlockTensor:
     if name not in file.tensors:
         raise ModelNotFound(f"{file.path} lacks the tensor {name}; fetch it again")
     return file.tensors[name]
@@ -268,18 +268,17 @@ def paired_rows(rows: int, heads: int) -> Tensor:
 # rotary position embedding
 
 ROPE_FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-_LLAMA3: tuple[dict[str, Any], ...] = tuple(
+_LLAMA3: tuple[dict[str, float], ...] = tuple(
     {"low_freq_factor": 1.0, "high_freq_factor": high, "original_max_position_embeddings": 8192}
     for high in (4.0, 1.0)
 )
 """The scaling of every published Llama 3, and of Llama 4; a file holds only the factors."""
 
 
-def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
+def _rope(file: GGUFFile, head_dim: int) -> dict[str, object]:
     name, metadata = file.architecture, file.metadata
-    rope: dict[str, Any] = {
-        "rope_type": "default", "rope_theta": metadata.number(f"{name}.rope.freq_base", 1e4)
-    }
+    theta = metadata.number(f"{name}.rope.freq_base", 1e4)
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": theta}
     rotated = metadata.integer(f"{name}.rope.dimension_count", head_dim)
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
@@ -305,7 +304,7 @@ def _rope(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     if kind != "none":
         raise UnsupportedModel(f"{file.path} scales positions by {kind!r}, which is not known here")
     if "rope_freqs.weight" in file.tensors:
-        return rope | _llama3(file, rope["rope_theta"], rotated, context)
+        return rope | _llama3(file, theta, rotated, context)
     return rope
 
 
@@ -314,7 +313,7 @@ def _factors(file: GGUFFile, name: str) -> list[float]:
     return factors
 
 
-def _yarn(file: GGUFFile, prefix: str) -> dict[str, Any]:
+def _yarn(file: GGUFFile, prefix: str) -> dict[str, float]:
     """The optional settings of YaRN in a file, besides its factor."""
     names = {"attention_factor": "attn_factor", "beta_fast": "yarn_beta_fast",
              "beta_slow": "yarn_beta_slow"}  # fmt: skip
@@ -322,7 +321,7 @@ def _yarn(file: GGUFFile, prefix: str) -> dict[str, Any]:
             if prefix + name in file.metadata}  # fmt: skip
 
 
-def _llama3(file: GGUFFile, theta: float, rotated: int, context: int) -> dict[str, Any]:
+def _llama3(file: GGUFFile, theta: float, rotated: int, context: int) -> dict[str, object]:
     """Factors of frequencies: Llama 3's rule if it reproduces them, or else the factors."""
     factors = torch.tensor(_factors(file, "rope_freqs.weight"))
     if bool((factors == 1).all()):

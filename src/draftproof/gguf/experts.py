@@ -26,7 +26,7 @@ from draftproof.gguf.family import (
 from draftproof.gguf.file import GGUFFile
 
 
-def _qwen3_moe(file: GGUFFile, config: dict[str, Any]) -> None:
+def _qwen3_moe(file: GGUFFile, config: dict[str, object]) -> None:
     metadata = file.metadata
     config |= {
         "num_experts": metadata.integer("qwen3moe.expert_count"),
@@ -36,7 +36,7 @@ def _qwen3_moe(file: GGUFFile, config: dict[str, Any]) -> None:
     }  # fmt: skip
 
 
-def _routed(file: GGUFFile, config: dict[str, Any]) -> None:
+def _routed(file: GGUFFile, config: dict[str, object]) -> None:
     """The settings of experts in DeepSeek and GLM-4.5."""
     metadata, prefix = file.metadata, f"{file.architecture}."
 
@@ -112,7 +112,7 @@ def _deepseek2_layer(file: GGUFFile, layer: int) -> dict[str, str]:
     return {**_LATENT, **queries, **_mlp_of(file, layer)}
 
 
-def _deepseek2_restorers(config: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
+def _deepseek2_restorers(_: object) -> dict[str, Callable[..., Tensor]]:
     """Files have separate projections of latent states to keys, transposed, and to values."""
     def both(keys: Tensor, values: Tensor) -> Tensor:   # [heads, latent, key], [heads, value, ...]
         return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
@@ -152,7 +152,7 @@ def _transposed(*parts: Tensor) -> Tensor:
     return torch.cat(parts, -2).transpose(-1, -2)
 
 
-def _llama4_restorers(_: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
+def _llama4_restorers(_: object) -> dict[str, Callable[..., Tensor]]:
     return dict.fromkeys(
         ("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"), _transposed
     )
@@ -172,7 +172,7 @@ def _gpt_oss(file: GGUFFile, config: dict[str, Any]) -> None:
         config["rope_parameters"]["truncate"] = False       # as in every published model
 
 
-def _gpt_oss_restorers(_: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
+def _gpt_oss_restorers(_: object) -> dict[str, Callable[..., Tensor]]:
     """Checkpoints interleave gate and up projections."""
     def in_turns(gates: Tensor, ups: Tensor) -> Tensor:     # [experts, size, ...]
         return torch.stack([gates, ups], 2).flatten(1, 2)

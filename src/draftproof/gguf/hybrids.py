@@ -37,18 +37,18 @@ def _qwen35(file: GGUFFile, config: dict[str, Any]) -> None:
                                   "mrope_interleaved": True}
 
 
-def _qwen35_moe(file: GGUFFile, config: dict[str, Any]) -> None:
+def _qwen35_moe(file: GGUFFile, config: dict[str, object]) -> None:
     _qwen35(file, config)
     _experts(file, config)
 
 
-def _qwen3_next(file: GGUFFile, config: dict[str, Any]) -> None:
+def _qwen3_next(file: GGUFFile, config: dict[str, object]) -> None:
     _delta_nets(file, config)
     _experts(file, config)
     config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def _experts(file: GGUFFile, config: dict[str, Any]) -> None:
+def _experts(file: GGUFFile, config: dict[str, object]) -> None:
     metadata, prefix = file.metadata, f"{file.architecture}.expert_"
     size = metadata.integer(f"{prefix}feed_forward_length")
     config |= {
@@ -146,7 +146,7 @@ def _lfm2_layer(file: GGUFFile, layer: int) -> dict[str, str]:
     return {**_LFM2, **(_LFM2_CONV if has_conv else _LFM2_ATTENTION)}
 
 
-def _lfm2_restorers(_: dict[str, Any]) -> dict[str, Callable[..., Tensor]]:
+def _lfm2_restorers(_: object) -> dict[str, Callable[..., Tensor]]:
     return {"conv.conv": lambda tensor: tensor[:, None]}
 
 

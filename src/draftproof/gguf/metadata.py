@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import numpy as np
 
@@ -131,8 +131,12 @@ class Strings(Sequence[str]):
         return items
 
 
-class Metadata(dict[str, Any]):
-    """Keys and values. Values are bool, int, float, str, a NumPy array or `Strings`.
+Value = bool | int | float | str | np.ndarray | Strings
+"""A value in a file; an array holds numbers or strings."""
+
+
+class Metadata(dict[str, Value]):
+    """Keys and values.
 
     Args:
         path: The file, for errors.
@@ -165,7 +169,7 @@ class Metadata(dict[str, Any]):
         """An array of strings."""
         return self._typed(key, Strings, "an array of strings", None)
 
-    def numbers(self, key: str, default: Sequence[float] | None = None) -> list[Any]:
+    def numbers(self, key: str, default: Sequence[float] | None = None) -> list[float]:
         """An array of numbers, or a single number as an array of length one."""
         value = self.get(key, default)
         if isinstance(value, (int, float)):
@@ -209,13 +213,14 @@ def read_metadata(cursor: Cursor, count: int) -> Metadata:
     return metadata
 
 
-def _value(cursor: Cursor, key: str, kind: int) -> Any:
+def _value(cursor: Cursor, key: str, kind: int) -> Value:
     what = f"the metadata value {key!r}"
     if kind == STRING:
         return cursor.string(what)
     if kind == ARRAY:
         return _array(cursor, what, cursor.integer(4, what), cursor.integer(8, what))
-    return _numbers(cursor, what, kind, 1).item()
+    number: Value = _numbers(cursor, what, kind, 1).item()
+    return number
 
 
 def _array(cursor: Cursor, what: str, kind: int, count: int) -> np.ndarray | Strings:

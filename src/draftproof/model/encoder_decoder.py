@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutput
 
 from draftproof.cache.kv_cache import KVCache
 from draftproof.cache.kv_layer import KVLayer, LayerShape
 from draftproof.cache.layout import FAILURES, UNLIMITED, Layout, cache_argument
 from draftproof.cache.source_cache import SourceCache
+from draftproof.cache.state_shape import StateShape
 from draftproof.cache.transformers_patches import patch_encoder_decoder
 from draftproof.core.messages import Reading
 from draftproof.core.tree import TokenTree
@@ -117,7 +119,9 @@ class EncoderDecoder(ModuleTarget):
             _, _, crossed = self._begun(source, 1)
             cache.put(row, [store for layer in crossed for store in (layer.keys, layer.values)])
 
-    def _begun(self, source: Source, size: int) -> tuple[Tensor, list[Any], list[Any]]:
+    def _begun(
+        self, source: Source, size: int
+    ) -> tuple[Tensor, list[CacheLayerMixin], list[CacheLayerMixin]]:
         """Logits of a text of `size` tokens for a source, and transformers' own cache layers for
         the text and for the source."""
         both = EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -223,5 +227,5 @@ class EncoderDecoder(ModuleTarget):
         window = getattr(config, "sliding_window", None)
         kinds = getattr(config, "layer_types", None) or ["full_attention"]
         windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
-        states: list[tuple[Any, ...]] = [() for _ in shapes]
+        states: list[tuple[StateShape, ...]] = [() for _ in shapes]
         return Layout(shapes, states, windows, logits.shape[-1], decoder_layers[0].keys.dtype)

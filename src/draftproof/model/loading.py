@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel as PreTrainedModel  # for the folders below
     from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
     from transformers.distributed import DistributedConfig
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 log = logging.getLogger("draftproof")
 
@@ -190,7 +191,7 @@ def _load_tokenizer(name: str, *, trust_remote_code: bool) -> PreTrainedTokenize
         return None
 
 
-def _kind_of(name: str, config: PreTrainedConfig) -> Any:
+def _kind_of(name: str, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
     """The class that loads a model of this configuration; refuses models that write no text."""
     from transformers import (
         AutoModelForCausalLM,

@@ -7,7 +7,6 @@ released. The packed layers and the result of the comparison are kept in the cac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,7 +129,9 @@ def _own_states(model: NativeModel, text: Tensor) -> Tensor:
     return features.hidden[0, :, 0]
 
 
-def original_states(model: NativeModel, source: TensorSource, text: Tensor) -> tuple[Tensor, Any]:
+def original_states(
+    model: NativeModel, source: TensorSource, text: Tensor
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Compute the states [S, H] of a text after the final norm with the weights of the source, and
     its head; a layer is held only while it is read."""
     builder = DecoderBuilder(model.config, source.with_kind(None), model.dtype)

@@ -23,6 +23,7 @@ from draftproof.weights.quantized_checkpoint import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 log = logging.getLogger("draftproof")
 
@@ -31,7 +32,7 @@ DESCRIPTION = "_draftproof_weights"
 
 
 def unpacked_checkpoint(
-    name: str, kind: Any, config: PreTrainedConfig, dtype: torch.dtype | str
+    name: str, kind: type[_BaseAutoModelClass], config: PreTrainedConfig, dtype: torch.dtype | str
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """Load a quantised folder into transformers' class, with transformers' report on its weights.
 
@@ -76,7 +77,7 @@ def unpacked_checkpoint(
     return loaded, report
 
 
-def describe(model: PreTrainedModel, stated: Any) -> None:
+def describe(model: PreTrainedModel, stated: object) -> None:
     """Note on a module how transformers loaded the quantised weights of its checkpoint.
 
     Args:
@@ -93,13 +94,13 @@ def describe(model: PreTrainedModel, stated: Any) -> None:
                                 "our kernels do not read this format")
 
 
-def described(model: Any) -> str | None:
+def described(model: object) -> str | None:
     """How the quantised weights of a transformers module were loaded; None if it has none."""
     text: str | None = getattr(model, DESCRIPTION, None)
     return text
 
 
-def _class_of(kind: Any, config: PreTrainedConfig) -> Any:
+def _class_of(kind: type[_BaseAutoModelClass], config: PreTrainedConfig) -> Any:
     """The transformers class that `kind` makes for a configuration."""
     classes = kind._model_mapping[type(config)]
     if not isinstance(classes, (list, tuple)):

@@ -202,7 +202,7 @@ class Target:
         """
         raise NotImplementedError
 
-    def with_model(self, model: Any) -> Target:
+    def with_model(self, model: PreTrainedModel | NativeModel) -> Target:
         """This target with another model of the same layout.
 
         Args:

@@ -7,7 +7,7 @@ plain JSON data (transformers/utils/chat_template_utils.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -81,17 +81,17 @@ class _Generation(jinja2.ext.Extension):
         call = self.call_method("_body")
         return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-    def _body(self, caller: Any) -> str:
+    def _body(self, caller: Callable[[], str]) -> str:
         return str(caller())
 
 
 class _Dict:
     """`dict` without its attributes."""
 
-    def __call__(self, *args: Any, **values: object) -> dict[Any, Any]:
+    def __call__(self, *args: Any, **values: object) -> dict[object, object]:
         return dict(*args, **values)
 
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+    def fromkeys(self, *args: Any) -> dict[object, object]:
         return dict.fromkeys(*args)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -20,18 +20,22 @@ from draftproof.gguf.file import GGUFFile
 from draftproof.gguf.tokenizer import GGUFTokenizer, tokenizer_of
 from draftproof.native.build import cache_folder
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from draftproof.tokenizer.codec import Messages
+
 CACHE_SWITCH = "DRAFTPROOF_CACHE"
 """Environment variable; 0 disables the cache."""
 
 
-class Encoded(dict[str, Any]):
+class Encoded(dict[str, list[int]]):
     """The result of a call, whose keys are also attributes."""
 
     @property
     def input_ids(self) -> list[int]:
         """The tokens of the text."""
-        ids: list[int] = self["input_ids"]
-        return ids
+        return self["input_ids"]
 
 
 class FastTokenizer:
@@ -53,7 +57,7 @@ class FastTokenizer:
         self.name_or_path, self._roles = name, source.roles
         templates = source.chat_templates
         self.chat_template = templates if len(templates) > 1 else templates.get("default")
-        self.special_tokens_map: dict[str, Any] = {
+        self.special_tokens_map: dict[str, object] = {
             f"{role}_token": source.tokenizer.id_to_token(number)
             for role, number in source.roles.items() if role in ("bos", "eos", "unk", "pad")
         }
@@ -119,7 +123,7 @@ class FastTokenizer:
         return template
 
     def apply_chat_template(
-        self, conversation: Sequence[Any], tools: Sequence[Any] | None = None,
+        self, conversation: Messages, tools: Sequence[object] | None = None,
         tokenize: bool = True, add_generation_prompt: bool = False, **options: Any,
     ) -> Any:  # fmt: skip
         """Render a conversation as text; transformers does it for tokens, or functions as tools."""
@@ -136,11 +140,11 @@ class FastTokenizer:
                       **values)
 
     @cached_property
-    def transformers(self) -> Any:
+    def transformers(self) -> PreTrainedTokenizerBase:
         from transformers import PreTrainedTokenizerFast
 
         # a copy, since transformers sets truncation and padding on it
-        full: Any = PreTrainedTokenizerFast(
+        full = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer.from_str(self._tokenizer.to_str()),
             **self.special_tokens_map,
             clean_up_tokenization_spaces=False, name_or_path=self.name_or_path,

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from draftproof.gguf.tokenizer import GGUFTokenizer
 from draftproof.tokenizer.fast_tokenizer import FastTokenizer
 from draftproof.weights.disk_cache import kept_of_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 """A folder with a tokenizer has one of these files."""
@@ -33,7 +36,9 @@ class FolderTokenizer(FastTokenizer):
         load: Loads transformers' tokenizer for everything that is not supported here.
     """
 
-    def __init__(self, state: dict[str, Any], name: str, load: Callable[[], Any]) -> None:
+    def __init__(
+        self, state: dict[str, Any], name: str, load: Callable[[], PreTrainedTokenizerBase]
+    ) -> None:
         backend = Tokenizer.from_str(state["backend"])
         backend.no_truncation()
         backend.no_padding()
@@ -48,7 +53,7 @@ class FolderTokenizer(FastTokenizer):
         return list(self._special_ids)
 
     @cached_property
-    def transformers(self) -> Any:
+    def transformers(self) -> PreTrainedTokenizerBase:
         return self._load()
 
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from draftproof.engine.config import option
 from draftproof.errors import BadInput
@@ -123,7 +122,7 @@ class TrainRun:
     data: DataConfig
     out: Path
     config: TrainConfig = field(default_factory=TrainConfig)
-    head_config: Mapping[str, Any] = field(default_factory=dict)
+    head_config: Mapping[str, object] = field(default_factory=dict)
     self_generate: SelfGenerateConfig | None = None
     joint: bool = False
     dtype: str | None = None
@@ -133,7 +132,7 @@ class TrainRun:
         if self.joint and find_spec("peft") is None:
             raise BadInput("training the backbone needs another package: pip install peft")
 
-    def settings(self, config: TrainConfig) -> dict[str, Any]:
+    def settings(self, config: TrainConfig) -> dict[str, object]:
         """Everything that determines the result, except the weights.
 
         Args:

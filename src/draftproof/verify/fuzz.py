@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from draftproof.requests.completion import Completion
 from draftproof.requests.prompts import Prompt
 from draftproof.verify.report import Section, Tick, silent
 
+T = TypeVar("T")
 FREE: dict[str, dict[str, Any]] = {
     "portfolio": {}, "suffix": {"drafter": "suffix", "budget": 3},
     "recycling": {"drafter": "recycling"}, "prompt lookup": {"drafter": "prompt-lookup"},
@@ -69,7 +70,7 @@ def shift_odd(text: Tensor, scores: Tensor) -> Tensor:
 def requests(dice: random.Random, count: int, vocab: int = 4096) -> list[Wanted]:
     """Make random requests, with most options off most of the time."""
 
-    def rarely(usual: Any, *others: Any) -> Any:
+    def rarely(usual: T, *others: T) -> T:
         return dice.choice(others) if dice.random() < 0.2 else usual
 
     made = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -13,8 +13,14 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
+
+if TYPE_CHECKING:
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+    from draftproof.requests.prompts import Prompt
 
 VOCAB, CONTEXT, WINDOW, HEADS, LAYERS = 128, 256, 16, 4, 4
 SMALL: dict[str, object] = {
@@ -143,7 +149,7 @@ def variants(name: str) -> tuple[Mapping[str, object], ...]:
     return OF_ONE.get(name, ({},))
 
 
-def encoder_decoders() -> dict[str, Any]:
+def encoder_decoders() -> dict[str, type[_BaseAutoModelClass]]:
     """The model types of encoder-decoders that write text, and the classes that load them."""
     return {
         kind.model_type: loads for loads in (AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM)
@@ -151,7 +157,7 @@ def encoder_decoders() -> dict[str, Any]:
     }
 
 
-def architectures() -> dict[str, Any]:
+def architectures() -> dict[str, type[_BaseAutoModelClass]]:
     """The model types that write text in transformers, and the classes that load them: whole
     encoder-decoders, not only their decoders."""
     alone = {kind.model_type: AutoModelForCausalLM for kind in AutoModelForCausalLM._model_mapping}
@@ -177,7 +183,7 @@ def tiny(name: str, settings: Mapping[str, object] | None = None) -> PreTrainedM
     return model
 
 
-def prompts(model: PreTrainedModel, sizes: Sequence[int]) -> list[Any]:
+def prompts(model: PreTrainedModel, sizes: Sequence[int]) -> list[Prompt]:
     """Random prompts of these sizes: token ids, or inputs for this model's encoder."""
     dice, config = torch.Generator().manual_seed(1), model.config
     if model.main_input_name == "input_ids" or not config.is_encoder_decoder:
@@ -196,7 +202,7 @@ def prompts(model: PreTrainedModel, sizes: Sequence[int]) -> list[Any]:
     return [{model.main_input_name: value} for value in inputs]
 
 
-def _config(kind: Any, settings: Mapping[str, Any]) -> Any:
+def _config(kind: type[PreTrainedConfig], settings: Mapping[str, Any]) -> PreTrainedConfig:
     """A small configuration, with all `SIZES` that this kind has, or all but one, also in nested
     configurations."""
     usual = kind()

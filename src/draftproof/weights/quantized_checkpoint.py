@@ -49,7 +49,7 @@ OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "acti
 _CODES = (torch.int8, torch.uint8, *FLOAT8)
 
 
-def quantization_of(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+def quantization_of(folder: Path, settings: Mapping[str, object]) -> dict[str, Any] | None:
     """A folder's description of its quantisation; None if it has none.
 
     Args:
