@@ -111,6 +111,10 @@ def test_speeds_and_texts_are_compared() -> None:
     figures = compute(bench(*methods))
     assert (figures[1].same, figures[1].texts, figures[1].first_difference) == (0, 3, (1, 4))
     assert notes(figures, ABOUT)[0].endswith("differs from plain decoding at token 4 of prompt 1")
+    run = bench(*three())
+    run.trials = [replace(trial, tokens=[[0, 1, 9]]) if (trial.method, trial.prompts) ==
+                  ("drafter", (2,)) else trial for trial in run.trials]
+    assert [item.first_difference for item in compute(run)] == [None, (3, 3), None]
 
 
 def test_an_interval_is_that_of_the_median() -> None:

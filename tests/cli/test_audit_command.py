@@ -31,6 +31,7 @@ Call = Callable[..., Any]
 class Server(NamedTuple):
     url: str
     sins: set[str]
+    asked: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,7 @@ def server(served: Path) -> Iterator[Server]:
     model = transformers.LlamaForCausalLM.from_pretrained(served).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(served)
     sins: set[str] = set()
+    asked: list[dict[str, Any]] = []
 
     @cache
     def row(text: Text, temperature: float) -> Any:
@@ -47,6 +49,7 @@ def server(served: Path) -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             ask = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(ask)
             code = 404 if ask["model"] != "tiny" else 200
             if "unknown options refused" in sins and {"top_k", "min_p"} & ask.keys():
                 code = 400
@@ -82,7 +85,7 @@ def server(served: Path) -> Iterator[Server]:
 
     httpd = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield Server(f"http://127.0.0.1:{httpd.server_port}", sins)
+    yield Server(f"http://127.0.0.1:{httpd.server_port}", sins, asked)
     httpd.shutdown()
 
 
@@ -106,6 +109,18 @@ def test_a_server(
     figures = json.loads(report.read_text())
     assert figures["verdict"] == ("biased" if code else "unbiased") and figures["samples"] == 2000
     assert all(check["control"] for check in figures["checks"])
+
+
+def test_each_request_to_a_server_has_another_seed(
+    server: Server, served: Path, call: Call
+) -> None:
+    """With one seed for several, a right server repeats itself."""
+    server.sins.clear()
+    server.asked.clear()
+    call("audit", "--endpoint", server.url, "--model", "tiny", "--reference", str(served),
+         "--prompt", "Once", "--samples", "300")  # fmt: skip
+    seeds = [ask["seed"] for ask in server.asked if ask["n"] > 1]
+    assert len(set(seeds)) == len(seeds) > 3
 
 
 def test_a_server_without_logprobs_is_judged_by_one_token(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -218,3 +219,19 @@ def test_drafters_are_merged_by_their_names() -> None:
     }.items():
         with pytest.raises(BadInput, match=why):
             load("demo", drafter=name)
+
+
+def test_every_member_gets_its_hidden_layers_in_its_order() -> None:
+    """A head reads them by their places, whatever layers the others want."""
+    first, second, third = (Says([[5]]) for _ in range(3))
+    first.hidden_layers, second.hidden_layers = (7, 2), (3,)
+    portfolio = Portfolio([first, second, third])
+    portfolio.start(1, 200, CPU)
+    layers = torch.tensor(portfolio.hidden_layers, dtype=torch.float32)
+    commit = commit_of([0], [[1, 2]])
+    hidden = layers[:, None].expand(1, 2, -1, 4).contiguous()           # each holds its number
+    portfolio.observe(replace(commit, hidden=hidden))
+    for member, expected in ((first, [7, 2]), (second, [3])):
+        (seen,) = (told.hidden for told in member.told)
+        assert seen is not None and seen[0, 0, :, 0].tolist() == expected
+    assert third.told[0].hidden is None

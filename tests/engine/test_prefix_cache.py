@@ -193,3 +193,16 @@ def test_owners_do_not_share_prefixes_or_drafts(
     first, other, again, third = seen
     assert first == other == third, "each was the first text of its owner"
     assert again[0] < first[0] and again[-1] == first[-1]
+
+
+@pytest.mark.needs_kernels
+def test_a_prompt_whose_text_failed_is_read_again() -> None:
+    """Its keys and values were cleared."""
+    engine, plain = (dp.load("demo", drafter="none") for _ in range(2))
+    engine.prefixes = PrefixCache(64 << 20)
+    text = engine.codec.encode(LONG)[:40]
+    nothing = dp.Sampling(processors=[lambda text, scores: torch.full_like(scores, -torch.inf)])
+    (failed,) = engine.generate([text], max_new_tokens=8, sampling=nothing)
+    assert failed.finish_reason == "error"
+    done, alone = (item.generate([text], max_new_tokens=8)[0] for item in (engine, plain))
+    assert done.tokens == alone.tokens

@@ -14,6 +14,8 @@ from tiny import prompts
 from tiny import target as tiny_target
 
 from draftproof.core.params import Sampling
+from draftproof.engine import background
+from draftproof.engine.decoder import Decoder
 from draftproof.engine.engine import Engine, Request, Scheduler, Status, Update
 from draftproof.engine.load import load
 from draftproof.errors import BadInput, Unavailable
@@ -307,6 +309,20 @@ def test_a_failed_step_ends_running_requests_and_keeps_waiting_ones(
     assert tokens_of(later, run(engine)) == expected(1)
 
 
+def test_a_request_whose_batch_cannot_be_made_ends_with_the_error() -> None:
+    """Otherwise it would wait, and fail in each step, for ever."""
+    def no_memory(rows: int, tokens: int) -> Decoder:
+        raise RuntimeError("out of memory")
+
+    scheduler = Scheduler(no_memory, rows=2, length=32)
+    first, second = (scheduler.add(request) for request in new_engine().read(PROMPTS[:2]))
+    with pytest.raises(RuntimeError) as error:
+        scheduler.step()
+    (update,) = scheduler.fail(error.value)
+    assert update.completion is not None and update.completion.finish_reason == "error"
+    assert update.request is first and first.finished and scheduler.requests() == [second]
+
+
 def test_a_chunk_that_fails_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine()
     request = prefilling(engine)
@@ -389,6 +405,21 @@ def test_leaving_an_async_stream_aborts_it(cancelled: bool) -> None:
     request = asyncio.run(asyncio.wait_for(leave(), 120))
     assert request.status is Status.ABORTED
     assert len(request.sequences[0].tokens) < 200
+
+
+def test_async_streams_go_on_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which the thread that decodes has ended."""
+    monkeypatch.setattr(background, "IDLE_SECONDS", 0.01)
+    engine = new_engine()
+
+    async def streamed() -> list[int]:
+        stream = engine.astream(PROMPTS[0], max_new_tokens=NEW)
+        return [token async for update in stream for token in update.tokens]
+
+    for _ in range(2):
+        assert asyncio.run(asyncio.wait_for(streamed(), 20)) == expected(0)
+        if (thread := engine._background._thread) is not None:
+            thread.join(20)
 
 
 def test_async_streams_raise_request_errors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from pathlib import Path
@@ -51,6 +52,16 @@ def test_metadata_and_tensors_are_what_was_written(tmp_path: Path) -> None:
         torch.testing.assert_close(
             dequantize(file.tensors[name]), torch.from_numpy(numbers).float(), atol=1e-2, rtol=0
         )
+
+
+def test_a_file_that_was_written_to_is_read_again(tmp_path: Path) -> None:
+    """In place, and with as many bytes as before."""
+    path = sound(tmp_path / "model.gguf")
+    assert GGUFFile.open(path).metadata.text("general.name") == "Größe"
+    time, data = path.stat().st_mtime_ns, path.read_bytes()
+    path.write_bytes(data.replace("Größe".encode(), b"Breite!"))
+    os.utime(path, ns=(time + 1, time + 1))
+    assert GGUFFile.open(path).metadata.text("general.name") == "Breite!"
 
 
 def test_a_value_of_another_type_is_named(tmp_path: Path) -> None:

@@ -174,6 +174,26 @@ def test_vocabularies_with_scores_merge_as_sentencepiece_does(
         assert again.encode("the cat").ids == read.encode("the cat").ids
 
 
+def test_special_tokens_of_phi3_include_the_spaces_after_them(tmp_path: Path) -> None:
+    """All but that of the beginning. Files cannot say so; the id of `<|end|>` identifies them."""
+    letters = ["▁", "a", "b"]
+    tokens = ["<unk>", "<s>", "</s>", *letters, *(f"<unused{i}>" for i in range(6, 32007)),
+              "<|end|>"]
+    values = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1] + [5] * 32001 + [3],
+        "tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    space, a, b = 3, 4, 5
+    for architecture, spaces in (("phi3", []), ("llama", [space])):
+        path = gguf_files.write(tmp_path / "model.gguf", {"x": np.ones(32)}, values, architecture)
+        read = tokenizer_of(GGUFFile.open(path)).tokenizer
+        ids = read.encode("<s> a<|end|> b", add_special_tokens=False).ids
+        assert ids == [1, space, a, 32007, *spaces, b]
+
+
 @pytest.mark.parametrize("name", ["qwen-coder-0.5b", "gemma-3-270m"])
 def test_real_files_have_the_ids_of_their_folders(name: str) -> None:
     root = Path(os.environ.get("REAL_MODELS", "no such folder"))

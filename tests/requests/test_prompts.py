@@ -16,6 +16,7 @@ from transformers import BatchEncoding
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
 from draftproof.errors import BadInput
 
 IDS, OTHER = [5, 9, 3, 7], [8, 2]
@@ -78,3 +79,15 @@ def test_prompts_that_repeat_one_another_with_one_seed_are_noted(
     caplog.clear()
     engine.generate(IDS, max_new_tokens=1, sampling=drawn, n=3)
     assert not caplog.messages
+
+
+def test_a_banned_word_is_written_neither_at_the_beginning_nor_after_a_space() -> None:
+    engine, prompt = load("demo", drafter="none"), "Once upon a time"
+    assert engine.codec is not None
+    (plain,) = engine.generate(prompt, max_new_tokens=20)
+    word = plain.text.split()[4]
+    (done,) = engine.generate(prompt, max_new_tokens=20, sampling=Sampling(banned_words=word))
+    assert f" {word}" in plain.text and word not in done.text.split()
+    params = engine.requests.params(Sampling(banned_words=word), [1], 9)
+    encoded = [engine.codec.encode(text, special=False) for text in (word, f" {word}")]
+    assert set(params.banned) == set(map(tuple, encoded))

@@ -67,3 +67,12 @@ def test_a_prompt_that_ends_inside_a_character(server: Any) -> None:
     rest = tokens[cut:]
     offsets = answer(server, [tokens[:cut]])._scores(progress(rest, rest))["text_offset"]
     assert offsets[0] == 0 and offsets[-1] >= 1 and len(set(offsets)) <= len(" a") + 1
+
+
+def test_special_tokens_have_no_room_in_offsets(server: Any) -> None:
+    """They are not in the text, so what follows them begins where they do."""
+    codec = server.engine.codec
+    before, after = (codec.encode(text, special=False) for text in ("A cat", " sat"))
+    tokens = [*before, next(iter(codec.special_tokens)), *after]
+    offsets = answer(server, "Once")._scores(progress(tokens, tokens))["text_offset"]
+    assert offsets[len(before)] == offsets[len(before) + 1] == len("A cat")

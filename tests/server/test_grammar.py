@@ -16,7 +16,8 @@ import draftproof as dp
 from draftproof.core.params import RuleContext
 from draftproof.errors import BadInput
 from draftproof.server.grammar import KEPT, Grammars, json_rule
-from draftproof.server.tools import HERMES, LLAMA, MISTRAL, CallReader, Form
+from draftproof.server.schema import Chat
+from draftproof.server.tools import HERMES, LLAMA, MISTRAL, CallReader, Form, call_grammar
 
 pytest.importorskip("llguidance")
 SCHEMA = {
@@ -167,6 +168,27 @@ def test_tools_are_called_whole_and_streamed(
     monkeypatch.setattr(server.engine.codec.tokenizer, "chat_template", "{{ messages }}")
     with pytest.raises(openai.BadRequestError, match="template"):
         client.chat.completions.create(**asked)
+
+
+@pytest.mark.parametrize("form", [HERMES, MISTRAL])
+@pytest.mark.parametrize(("wanted", "several"), [
+    ({}, True), ({"parallel_tool_calls": True}, True), ({"parallel_tool_calls": False}, False),
+])  # fmt: skip
+def test_a_second_call_is_possible_unless_it_was_forbidden(
+    server: Any, grammars: Grammars, form: Form, wanted: dict[str, bool], several: bool
+) -> None:
+    codec = server.engine.codec
+    body = Chat.model_validate({"messages": [], "tools": TOOLS, "tool_choice": "required"} | wanted)
+    made = grammars.lark(call_grammar(body, form, codec)).make(
+        RuleContext([1], 99, (0,), torch.device("cpu")))  # fmt: skip
+    call, between = CALL.replace("ä", ""), ", " if form.listed else form.between
+    calls = f"{call}{between}{call}"
+    text = f"{form.begin}{f'[{calls}]' if form.listed else calls}{form.end}"
+    tokens = [1, *codec.encode(text, special=False)]
+    scores = torch.zeros(1, grammars.vocab)
+    follows = [bool(made(torch.tensor([tokens[:size]]), scores)[0, tokens[size]].isfinite())
+               for size in range(1, len(tokens))]
+    assert all(follows) is several
 
 
 @pytest.mark.parametrize(("form", "text", "output", "calls"), [

@@ -155,3 +155,28 @@ def test_turns_become_messages_of_a_chat() -> None:
     thinks: Any = {"type": "enabled", "budget_tokens": 1024}
     with pytest.raises(BadInput, match="thinking"):
         TokensBody(messages=blocks, thinking=thinks).chat(False, None)
+
+
+@pytest.mark.parametrize(("kind", "thinks"), [
+    ("enabled", True), ("adaptive", True), ("between_tools", True), ("disabled", False),
+])  # fmt: skip
+def test_a_template_is_told_whether_to_think(
+    server: Any, monkeypatch: pytest.MonkeyPatch, kind: str, thinks: bool
+) -> None:
+    codec = server.engine.codec
+    template = f"{TOOL_TEMPLATE}{{{{ enable_thinking }}}}"
+    monkeypatch.setattr(codec.tokenizer, "chat_template", template)
+    asked = TokensBody.model_validate(
+        {"messages": [{"role": "user", "content": "Why?"}], "thinking": {"type": kind}})
+    chat = asked.chat(True, codec)
+    assert chat.template_options() == {"enable_thinking": thinks}
+
+
+@pytest.mark.parametrize("kind", ["auto", "any", "tool"])
+def test_calls_side_by_side_can_be_forbidden(kind: str) -> None:
+    choice: dict[str, Any] = {"type": kind, **({"name": "paint"} if kind == "tool" else {})}
+    for forbidden in (True, False):
+        asked = TokensBody.model_validate({
+            "messages": [{"role": "user", "content": "Paint."}], "tools": [COLOUR],
+            "tool_choice": {**choice, "disable_parallel_tool_use": forbidden}})
+        assert (asked.chat(True, None).parallel_tool_calls is False) is forbidden

@@ -133,6 +133,18 @@ def test_names_of_models_on_the_command_line(tmp_path: Path) -> None:
         sources_of("demo", None, [], [str(tmp_path)], {}, False, 0)
 
 
+def test_a_tokenizer_and_a_draft_model_are_those_of_the_first_model() -> None:
+    """Texts of another model would be nonsense with them."""
+    options: dict[str, object] = {"tokenizer": "demo", "assistant_model": "demo-draft",
+                                  "dtype": "float32"}
+    sources = sources_of("demo", None, ["demo-draft"], [], options, False, 0)
+    engines = [source.load() for source in sources.values()]
+    names = [Path(engine.codec.name).name for engine in engines if engine.codec is not None]
+    assert names == ["demo", "demo-draft"]
+    assert [engine.drafter.name for engine in engines] == ["draft-model", "portfolio"]
+    assert engines[0].target.dtype == engines[1].target.dtype
+
+
 def test_an_adapter_writes_what_peft_writes(tmp_path: Path) -> None:
     peft: Any = pytest.importorskip("peft")
     import torch

@@ -17,8 +17,8 @@ from draftproof.server.request_queue import Worker
 from draftproof.server.schema import Completion
 
 
-def hosted(**limits: int) -> HostedModel:
-    engine = dp.load("demo", drafter="none")
+def hosted(drafter: str = "none", **limits: int) -> HostedModel:
+    engine = dp.load("demo", drafter=drafter)
     return HostedModel(engine, "demo", Limits(length=64, **limits), Worker(), Metrics("demo"))
 
 
@@ -59,3 +59,23 @@ def test_each_sample_has_one_first_token_and_the_rest_in_between() -> None:
         r"^vllm:(time_to_first_token_seconds|inter_token_latency_seconds)_count\S* (\S+)$", told,
         re.M)}
     assert counts == {"time_to_first_token_seconds": 2, "inter_token_latency_seconds": 8}
+
+
+def test_the_seconds_of_a_round_are_shared_by_its_tokens() -> None:
+    """Otherwise drafting would seem to make each token later, though it comes sooner."""
+    model, news = hosted("prompt-lookup", rows=1, queue=1), list[Update]()
+    body = {"prompt": "one two one two one two one two", "max_tokens": 24, "temperature": 0}
+
+    async def run() -> None:
+        (request,), _ = model.read(Completion.model_validate(body))
+        model.queue.submit(request, news.append, True)
+        while not any(update.finished for update in news):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    later = news[1:]
+    assert any(len(update.tokens) > 1 for update in later)
+    (total,) = re.findall(r"^vllm:inter_token_latency_seconds_sum\S* (\S+)$",
+                          model.metrics.text().decode(), re.M)
+    expected = sum(update.seconds / len(update.tokens) for update in later if update.tokens)
+    assert float(total) == pytest.approx(expected)

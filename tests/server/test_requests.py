@@ -13,7 +13,7 @@ from asking import PROMPTS
 from draftproof.requests.foreign_options import HARMLESS
 from draftproof.server.messages_request import MessagesBody
 from draftproof.server.responses_request import ResponsesBody
-from draftproof.server.schema import DraftproofOptions
+from draftproof.server.schema import Completion, DraftproofOptions
 
 BODY = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
 SCHEMA = {"type": "object", "additionalProperties": False, "required": ["a"],
@@ -50,6 +50,22 @@ def test_what_other_apis_ask_for_reaches_the_chat(api: str) -> None:
     asked |= {"max_tokens": 10, "stop": ["x"],
               "draftproof": DraftproofOptions(drafter="none", trees=True)}
     assert {name: getattr(chat, name) for name in asked} == asked
+
+
+@pytest.mark.parametrize("asked", [{}, {"seed": None}, {"seed": -1}])
+def test_without_a_seed_each_request_gets_another(server: Any, asked: dict[str, Any]) -> None:
+    """-1 asks for none, as in llama.cpp and others."""
+    body = Completion.model_validate({**BODY, "temperature": 1, **asked})
+    seeds = {request.sampling.seed for _ in range(3) for request in server.first.read(body)[0]}
+    assert len(seeds) == 3
+    (request,), _ = server.first.read(body.model_copy(update={"seed": 5}))
+    assert request.sampling.seed == 5
+
+
+def test_a_limit_of_prompt_and_text_together_is_honoured(server: Any) -> None:
+    body = Completion.model_validate({"prompt": PROMPTS[0], "max_length": 20})
+    (request,), _ = server.first.read(body)
+    assert request.max_length == 20 > len(request.prompt)
 
 
 def test_fields_without_effect_on_the_answer_are_accepted(http: httpx.Client) -> None:

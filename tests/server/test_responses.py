@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import httpx
@@ -76,6 +77,20 @@ def test_a_stream_has_the_log_probabilities_of_every_token(server: Any, response
                 if event.type == "response.output_text.delta" for score in event.logprobs]
     assert streamed == [(score.token, score.logprob) for score in whole.logprobs]
     assert events[-1].response.output[0].content[0].logprobs == whole.logprobs
+
+
+def test_the_end_token_has_a_log_probability_though_it_has_no_text(
+    server: Any, responses: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (end,) = server.engine.stop_tokens
+    ending = replace(server.first.sampling, logit_bias={end: 1000.0}, min_new_tokens=5)
+    monkeypatch.setattr(server.first, "sampling", ending)
+    asked = ask(include=["message.output_text.logprobs"], extra_body={
+        "draftproof": {"drafter": "none"}})
+    *_, last = responses.create(**asked, stream=True)
+    for response in (responses.create(**asked), last.response):
+        (item,) = response.output
+        assert len(item.content[0].logprobs) == response.usage.output_tokens == 6
 
 
 def test_only_the_owner_can_continue_a_response(server: Any, responses: Any) -> None:

@@ -22,6 +22,8 @@ from draftproof.server.guard import Access, Guard, Lifecycle
 from draftproof.server.web_server import WebServer, listen
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+MUCH = bytes(32 << 20)
+"""More than sockets hold for a client that does not read."""
 
 
 class Running:
@@ -35,14 +37,15 @@ class Running:
         async def size(request: Request) -> int:
             return len(await request.body())
 
-        async def parts() -> Any:
-            yield b"first"
+        async def parts(first: bytes) -> Any:
+            yield first
             await self.go_on.wait()
             yield b"last"
 
         app.post("/")(size)
         app.get("/health")(lambda: lifecycle.draining)
-        app.get("/stream", response_model=None)(lambda: StreamingResponse(parts()))
+        app.get("/stream", response_model=None)(lambda: StreamingResponse(parts(b"first")))
+        app.get("/much", response_model=None)(lambda: StreamingResponse(parts(MUCH)))
         listener, self.url = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.server = WebServer(app, lifecycle, drain_seconds)
@@ -89,6 +92,26 @@ def test_a_client_that_does_not_finish_its_request_is_closed(
         while part := client.recv(9999):                # until it is closed
             answer += part
     assert answer.startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_only_a_client_that_reads_nothing_for_long_is_disconnected(
+    running: Running, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """A pause is forgiven: the answer may take longer afterwards."""
+    monkeypatch.setattr(web_server, "STALL_SECONDS", 0.4)
+    with httpx.stream("GET", f"{running.url}much", timeout=30) as stream:
+        parts, size = stream.iter_raw(), 0
+        time.sleep(0.1)
+        while reads and size < len(MUCH):
+            size += len(next(parts))
+        time.sleep(0.8)
+        running.server.servers[0].get_loop().call_soon_threadsafe(running.go_on.set)
+        if reads:
+            assert b"".join(parts) == b"last"
+        else:
+            with pytest.raises(httpx.TransportError):
+                b"".join(parts)
 
 
 def test_headers_without_an_end_are_refused(running: Running) -> None:

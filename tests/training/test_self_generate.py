@@ -179,6 +179,19 @@ def test_chats_are_asked_question_by_question(
     assert asked == {"<user>A?<assistant>", "<user>A?<assistant>a<user>B?<assistant>"}
 
 
+def test_a_long_prompt_keeps_its_end(engine: Engine, tmp_path: Path) -> None:
+    """Where its question is; a quarter of the row is left for the answer."""
+    assert engine.codec is not None
+    question = "Then he asked: what is it?"
+    long = Document("It is a toy.", prompt="Once upon a time. " * 40 + question)
+    file = tmp_path / "own.jsonl"
+    write_with(SelfGeneratedText(file, {}, SelfGenerateConfig(40, (0.0,)), LENGTH), engine, [long])
+    for row in lines(file)[1:]:
+        prompt = row["tokens"][: row["prompt"]]
+        assert len(prompt) == 3 * LENGTH // 4
+        assert engine.codec.tokenizer.decode(prompt).endswith(question)
+
+
 def test_transformers_writes_what_the_engine_writes(engine: Engine) -> None:
     """Greedily; rows of all lengths and limits, in groups, each up to its end token."""
     prompts = [[1 + at % 7] * (1 + at % 3) for at in range(7)]
