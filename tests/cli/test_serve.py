@@ -32,7 +32,8 @@ def test_keys_come_from_a_file_and_from_an_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    (file := tmp_path / "keys").write_bytes("﻿# of the team\r\none\r\n\r\nzwei-ü \n".encode())
+    lines = ["\ufeff# of the team", " \t# two", "one", "", "zwei-ü "]
+    (file := tmp_path / "keys").write_bytes("\r\n".join(lines).encode())
     assert _keys(None, None) == []
     assert _keys("three", file) == ["one", "zwei-ü", "three"]
     monkeypatch.setenv(KEY_VARIABLE, "four")

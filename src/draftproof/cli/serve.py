@@ -152,7 +152,8 @@ def _keys(key: str | None, file: Path | None) -> list[str]:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--api-keys {file} cannot be read: {error}") from None
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    stripped = map(str.strip, lines)
+    keys = [line for line in stripped if line and not line.startswith("#")]
     if not keys:
         raise BadInput(f"--api-keys {file} has no key; write one per line, or leave it out")
     return [*keys, *([key.strip()] if key is not None else [])]
