@@ -99,13 +99,13 @@ def test_only_a_client_that_reads_nothing_for_long_is_disconnected(
     running: Running, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     """A pause is forgiven: the answer may take longer afterwards."""
-    monkeypatch.setattr(web_server, "STALL_SECONDS", 0.4)
+    monkeypatch.setattr(web_server, "STALL_SECONDS", 1.0)
     with httpx.stream("GET", f"{running.url}much", timeout=30) as stream:
         parts, size = stream.iter_raw(), 0
         time.sleep(0.1)
         while reads and size < len(MUCH):
             size += len(next(parts))
-        time.sleep(0.8)
+        time.sleep(1.6)
         running.server.servers[0].get_loop().call_soon_threadsafe(running.go_on.set)
         if reads:
             assert b"".join(parts) == b"last"
