@@ -36,7 +36,7 @@ _WIDE = "-march=x86-64-v4 -mavx512vnni"
 X86 = {
     "amx": (f"{_AVX512} avx512_bf16 amx_tile amx_int8 amx_bf16",
             f"{_WIDE} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16"),
-    # of AMD, which SSE4A tells: Intel's multiply pairs of bfloat16 more slowly than single numbers
+    # AMD's, which have SSE4A; Intel's multiply pairs of bfloat16 more slowly than single numbers
     "avx512-bf16": (f"{_AVX512} avx512_bf16 sse4a", f"{_WIDE} -mavx512bf16"),
     "avx512": (_AVX512, _WIDE),
     "avx2-vnni": (f"{_AVX2} avx_vnni", "-march=x86-64-v3 -mavxvnni"),

@@ -381,7 +381,7 @@ static void span_of_row(const Linear *layer, int64_t row, int64_t span, float *o
             &weights);
     for (int64_t i = 0; i < left && i < SPAN; i++) {
         int64_t part = i / 4 / words;
-        uint32_t word = weights.words[i / 4][o];
+        uint32_t word = weights.codes.words[i / 4][o];
         int code = (uint8_t)(word >> i % 4 * 8) - (minimum ? 0 : 1 << form->shift);
         float value = (float)code * weights.scales.scale[part][o];
         out[i] = minimum ? value - weights.scales.minimum[part][o] : value;

@@ -374,33 +374,37 @@ ALWAYS void add_span(const int format, const char *record, const Scales *scales,
     }
 }
 
+/* The codes of a span of a strip. */
+typedef struct {
+    uint32_t words[SPAN_WORDS][STRIP];
+} Codes;
+
+/* Unpacks the codes of a span to memory: unsigned, or for tiles less their offset, with the weights
+ * that follow prefetched. */
+ALWAYS void codes_of(const int format, const char *record, int64_t groups, const int for_tiles,
+        Codes *to) {
+    typedef uint8_t octets __attribute__((vector_size(4 * LANES)));
+    const Format *form = formats + format;
+    const int lines = (int)(form->bytes * (SPAN / form->inputs) * STRIP / 64);
+    const int shared = together(format), signs = for_tiles && !(form->sums & MINIMUM);
+    for (int side = 0; side < SIDES; side++)
+        for (int64_t first = 0; first < groups; first += shared)
+            _Pragma("GCC unroll 4") for (int g = 0; g < shared; g++) {
+                if (for_tiles)
+                    prefetch_part(record, lines, side * GROUPS + first + g, SIDES * GROUPS);
+                EACH_NUMBER(w, 8) {
+                    bits codes = code_word(format, record, first, g, w, side, 0);
+                    if (signs) codes = (bits)((octets)codes - (uint8_t)(1 << form->shift));
+                    memcpy(&to->words[8 * (first + g) + w][side * LANES], &codes, sizeof codes);
+                }
+            }
+}
+
 #if TILES
 /* From so many rows on, tiles are quicker than vectors, although codes are unpacked to memory. */
 enum { TILED_FROM = 64 };
 /* The groups, or halves of them, whose products are in the L1 cache at a time. */
 enum { PARTS = 4 };
-
-/* The codes of a span of a strip, signed. */
-typedef struct {
-    uint32_t words[SPAN_WORDS][STRIP];
-} Codes;
-
-/* Unpacks the codes of a span, and prefetches weights. */
-ALWAYS void codes_of(const int format, const char *record, int64_t groups, Codes *to) {
-    const int lines = (int)(formats[format].bytes * (SPAN / formats[format].inputs) * STRIP / 64);
-    const int shared = together(format), minimum = formats[format].sums & MINIMUM;
-    const __m512i offset = _mm512_set1_epi8((char)(1 << formats[format].shift));
-    for (int side = 0; side < SIDES; side++)
-        for (int64_t first = 0; first < groups; first += shared)
-            _Pragma("GCC unroll 4") for (int g = 0; g < shared; g++) {
-                prefetch_part(record, lines, side * GROUPS + first + g, SIDES * GROUPS);
-                EACH_NUMBER(w, 8) {
-                    bits codes = code_word(format, record, first, g, w, side, 0);
-                    if (!minimum) codes = (bits)_mm512_sub_epi8((__m512i)codes, offset);
-                    memcpy(&to->words[8 * (first + g) + w][side * LANES], &codes, sizeof codes);
-                }
-            }
-}
 
 /* Adds the scaled products of `parts` parts of a span from `first` on to the sums of a side of two
  * rows, so that the sums of one need not wait for those of the other. */
@@ -430,7 +434,7 @@ ALWAYS void add_products(const int format, const bits (*products)[2 * TILE_ROWS]
 }
 
 /* As `add_span` with unpacked codes, for up to BLOCK_ROWS rows: tiles sum the same products of
- * codes. Two tiles may share rows. */
+ * codes. The second tile of rows may begin within the first. */
 ALWAYS void add_tiles(const int format, const Codes *weights, const Scales *scales,
         const Activations *x, int64_t rows, int64_t groups, lanes (*to)[SIDES]) {
     const int halved = formats[format].sums & HALF_GROUPS ? 2 : 1, count = 8 / halved;
@@ -472,7 +476,7 @@ ALWAYS void add_tiles(const int format, const Codes *weights, const Scales *scal
 #define UNPACK_FOR_TILES(FORMAT) \
     Codes codes __attribute__((aligned(64))); \
     int tiles = rows >= TILED_FROM; \
-    if (tiles) codes_of(FORMAT, record, groups, &codes);
+    if (tiles) codes_of(FORMAT, record, groups, 1, &codes);
 #define ADD_BY_TILES(FORMAT) \
     if (tiles) add_tiles(FORMAT, &codes, &scales, x, count, groups, to); \
     else
@@ -505,18 +509,14 @@ static void (*const spans_of[FORMATS])(const BlockProduct *, const char *, int64
 
 /* The codes and scales of a span, for reading rows of weights, not for products. */
 typedef struct {
-    uint32_t words[SPAN_WORDS][STRIP];
+    Codes codes;
     Scales scales;
 } Weights;
 
 #define UNPACK_SPAN(FORMAT) \
     static void unpack_##FORMAT(const char *record, int64_t groups, Weights *to) { \
         scales_of(FORMAT, record, groups, &to->scales); \
-        for (int64_t g = 0; g < groups; g++) EACH_SIDE_OF_STRIP EACH_NUMBER(w, 8) { \
-            bits codes = code_word(FORMAT, record, g & -together(FORMAT), \
-                    (int)(g & (together(FORMAT) - 1)), w, side, 0); \
-            memcpy(&to->words[8 * g + w][side * LANES], &codes, sizeof codes); \
-        } \
+        codes_of(FORMAT, record, groups, 0, &to->codes); \
     }
 EACH_FORMAT(UNPACK_SPAN)
 #define UNPACK_OF(FORMAT) [FORMAT] = unpack_##FORMAT,
