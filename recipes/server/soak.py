@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 from random import Random
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -62,6 +63,7 @@ def main() -> None:
         assert process.stderr is not None
         matches = (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)
         url = next(match.group() for match in matches if match)
+        Thread(target=lambda: sys.stderr.writelines(process.stderr), daemon=True).start()
         try:
             wrong = asyncio.run(soak(url, kinds, args, psutil.Process(process.pid)))
             measure_keys(url)
@@ -189,7 +191,8 @@ async def ask(
             return texts, False
     if not stream:
         answer = await client.post("/v1/completions", json=sent, headers=headers)
-        answer.raise_for_status()
+        if answer.status_code != 200:
+            raise SystemExit(answer.text)
         return [choice["text"] for choice in answer.json()["choices"]], True
     async with client.stream("POST", "/v1/completions", json=sent, headers=headers) as answer:
         if answer.status_code != 200:

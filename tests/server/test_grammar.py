@@ -16,7 +16,7 @@ import draftproof as dp
 from draftproof.core.params import RuleContext
 from draftproof.errors import BadInput
 from draftproof.server.grammar import KEPT, Grammars, json_rule
-from draftproof.server.schema import Chat
+from draftproof.server.schema import Chat, ResponseFormat
 from draftproof.server.tools import HERMES, LLAMA, MISTRAL, CallReader, Form, call_grammar
 
 pytest.importorskip("llguidance")
@@ -105,6 +105,18 @@ def test_neither_tokenizers_nor_grammars_are_kept_without_limit(grammars: Gramma
     assert made.lark('start: "a" "0"') and len(made._compiled) == KEPT
     with pytest.raises(dp.DraftproofError, match="at most 262,144"):
         made.lark("start: " + json_rule({"const": "a" * 300_000}))
+
+
+def test_a_response_format_is_a_rule_unless_it_allows_any_text(grammars: Grammars) -> None:
+    """As programs ask that use the grammars without the server."""
+    assert grammars.response(None) is grammars.response(ResponseFormat(type="text")) is None
+    rule = grammars.response(ResponseFormat(type="json_object"))
+    assert rule is not None
+    made = rule.make(RuleContext([1], 9, (0,), torch.device("cpu")))
+    allowed = made(torch.tensor([[1]]), torch.zeros(1, grammars.vocab))[0].isfinite()
+    assert grammars.codec is not None
+    texts = grammars.codec.tokenizer.batch_decode(allowed.nonzero())
+    assert texts and all(text.startswith("{") for text in texts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.2])

@@ -25,6 +25,8 @@ from draftproof.tokenizer.codec import Codec
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+    from draftproof.server.schema import ResponseFormat
+
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as Python and most chat templates write it, so that no model can write blanks for ever."""
 
@@ -74,6 +76,17 @@ class Grammars:
         self._matcher(grammar, owner)       # it may take seconds; here no round waits for it
         make = partial(self._processor, grammar, owner)
         return LogitsRule("grammar", make, forces=True)
+
+    def response(self, asked: ResponseFormat | None, owner: int = 0) -> LogitsRule | None:
+        """The rule of OpenAI's `response_format`; None if any text is allowed.
+
+        Raises:
+            BadInput: As `lark`.
+        """
+        from draftproof.server.constraints import grammar_of
+
+        grammar = grammar_of(asked, {})
+        return None if grammar is None else self.lark(grammar, owner)
 
     def _processor(self, grammar: str, owner: int, request: RuleContext) -> LogitsProcessor:
         if not request.ends:
