@@ -23,7 +23,9 @@ _NUMBERS = (
     "frequency_penalty", "no_repeat_ngram",
 )  # fmt: skip
 _DEFAULTS = Sampling()
-Process = Callable[[Tensor, Paths], Tensor]
+Process = Callable[["LogitsProcessors", Tensor, Paths], Tensor]
+"""A method, not bound: an object that held its bound methods would live, with the noise that a
+sampler keeps, until the next collection of cycles."""
 
 
 class LogitsProcessors:
@@ -43,8 +45,8 @@ class LogitsProcessors:
             for name in _NUMBERS if self._any(name)
         }
         self._processes = [process for wanted, process in self._known(exact) if wanted]
-        alone = self._apply_temperature
-        self.only_temperature = all(process == alone for process in self._processes)
+        alone = type(self)._apply_temperature
+        self.only_temperature = all(process is alone for process in self._processes)
 
     def _known(self, exact: torch.dtype) -> list[tuple[bool, Process]]:
         """The steps that some row needs, in the order of transformers' generate."""
@@ -59,25 +61,26 @@ class LogitsProcessors:
             self._first_end = self._column(least)
         if any_presence := self._any("presence_penalty", "frequency_penalty"):
             self._prompt_lengths = self._column([row.prompt_length for row in self.rows])
+        of = type(self)
         return [
-            (any_bias, self._add_bias),
-            (self._any("repetition_penalty"), self._penalise_repetition),
-            (any_presence, self._penalise_presence),
-            (self._any("no_repeat_ngram"), self._ban_ngrams),
-            (any_banned, self._ban_words),
-            (holds, self._hold_stop_tokens),
-            (any(row.logits_rules for row in self.rows) or self._any("processors"), self._ask),
-            (self._any("temperature"), self._apply_temperature),
-            (self._any("top_k"), self._keep_top_k),
-            (self._any("top_p"), self._keep_top_p),
-            (self._any("min_p"), self._keep_min_p),
+            (any_bias, of._add_bias),
+            (self._any("repetition_penalty"), of._penalise_repetition),
+            (any_presence, of._penalise_presence),
+            (self._any("no_repeat_ngram"), of._ban_ngrams),
+            (any_banned, of._ban_words),
+            (holds, of._hold_stop_tokens),
+            (any(row.logits_rules for row in self.rows) or self._any("processors"), of._ask),
+            (self._any("temperature"), of._apply_temperature),
+            (self._any("top_k"), of._keep_top_k),
+            (self._any("top_p"), of._keep_top_p),
+            (self._any("min_p"), of._keep_min_p),
         ]
 
     def filtered(self, logits: Tensor, paths: Paths) -> Tensor:
         """[B, N, V] processed logits, -inf where a token may not be chosen."""
         scores = logits if logits.dtype == torch.float64 else logits.float()
         for process in self._processes:
-            scores = process(scores, paths)
+            scores = process(self, scores, paths)
         return scores
 
     @cached_property
