@@ -12,12 +12,16 @@ import pytest
 import torch
 from drafting import texts
 from tiny import target
-from transformers import BatchEncoding
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Replace, Sequence
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from draftproof.core.params import Sampling
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput
+from draftproof.tokenizer.codec import Codec
 
 IDS, OTHER = [5, 9, 3, 7], [8, 2]
 TWO = BatchEncoding({"input_ids": [IDS, [0, 0, *OTHER]], "attention_mask": [[1] * 4, [0, 0, 1, 1]]})
@@ -91,3 +95,13 @@ def test_a_banned_word_is_written_neither_at_the_beginning_nor_after_a_space() -
     params = engine.requests.params(Sampling(banned_words=word), [1], 9)
     encoded = [engine.codec.encode(text, special=False) for text in (word, f" {word}")]
     assert set(params.banned) == set(map(tuple, encoded))
+
+
+def test_a_banned_word_without_tokens_is_refused() -> None:
+    """Where a tokenizer removes zero-width spaces. No word would ban a token per row instead."""
+    inner = Tokenizer(WordLevel({"a": 0, "▁": 1}, unk_token="a"))
+    inner.normalizer = Sequence([Replace("\u200b", ""), Replace(" ", "▁")])
+    codec = Codec(PreTrainedTokenizerFast(tokenizer_object=inner))
+    requests = Engine(target(), codec=codec).requests
+    with pytest.raises(BadInput, match=r"'\\u200b\\u200b', which this tokenizer encodes to no tok"):
+        requests.params(Sampling(banned_words=["\u200b\u200b"], logit_bias={1: 0.0}), [1], 9)

@@ -133,7 +133,11 @@ class RequestReader:
         for word in sampling.banned_words:
             if isinstance(word, str):
                 encode = self._codec("a banned word").encode
-                banned |= {tuple(encode(part, special=False)) for part in (word, " " + word)}
+                forms = {tuple(encode(part, special=False)) for part in (word, " " + word)}
+                if () in forms:
+                    raise BadInput(f"banned_words has {word!r:.99}, which this tokenizer encodes "
+                                   "to no tokens; leave it out")
+                banned |= forms
             else:
                 banned.add(tuple(word))
         for word in banned:
