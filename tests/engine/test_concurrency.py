@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
@@ -94,3 +96,18 @@ def test_generation_works_in_a_forked_process() -> None:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert os.read(reads, 1000) == bytes(alone[0])
+
+
+def test_a_stream_that_another_thread_read_may_be_open_at_exit() -> None:
+    """Its clean-up would run while the interpreter frees tensors, which torch aborts."""
+    program = """if True:
+        import threading
+        import draftproof as dp
+        stream = dp.load("demo").stream("Once upon a time", max_new_tokens=200)
+        next(stream)
+        thread = threading.Thread(target=lambda: next(stream))
+        thread.start()
+        thread.join()
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
 from functools import cached_property
@@ -375,7 +376,8 @@ class Engine:
             with self.target.group.raise_on_rank_failure():
                 yield scheduler
         finally:
-            scheduler.close()
+            if not sys.is_finalizing():     # a stream left open at exit, whose tensors are going
+                scheduler.close()
 
     def run(
         self, requests: Sequence[Request], batch_size: int | None = None
