@@ -23,7 +23,7 @@ class Answer(BaseAnswer):
 
     def __init__(
         self, hosted: HostedModel, body: GenerationBody, requests: list[Request],
-        readers: list[OutputReader],
+        readers: Sequence[OutputReader] = (),
     ) -> None:  # fmt: skip
         super().__init__(hosted, requests, readers, body.stream, body.draftproof.drafter)
         self.body, self.chat = body, isinstance(body, Chat)

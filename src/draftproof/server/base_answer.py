@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import fastapi
@@ -56,7 +56,7 @@ class BaseAnswer(ABC):
     """The samples of one or more requests, each of one prompt."""
 
     def __init__(
-        self, hosted: HostedModel, requests: list[Request], readers: list[OutputReader],
+        self, hosted: HostedModel, requests: list[Request], readers: Sequence[OutputReader],
         stream: bool | None, drafter: str,
     ) -> None:  # fmt: skip
         """
