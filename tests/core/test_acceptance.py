@@ -118,7 +118,8 @@ def test_identical_distributions_accept_every_token(rule) -> None:
 
 
 @both
-def test_ragged_rows_equal_their_shorter_chains(rule) -> None:
+@pytest.mark.parametrize("beyond", [math.nan, 0.2])
+def test_ragged_rows_equal_their_shorter_chains(rule, beyond: float) -> None:
     """Absent nodes, whatever their distribution holds (NaN too), change no coin and no residual."""
     dice = torch.Generator().manual_seed(3)
     for present, coins in itertools.product(range(4), itertools.product([False, True], repeat=3)):
@@ -126,7 +127,7 @@ def test_ragged_rows_equal_their_shorter_chains(rule) -> None:
         tokens, end = torch.tensor([[1, 2, 3, 4]]), present + 1
         alone, wide = Recorder(*coins), Recorder(*coins)
         short = rule(TokenTree.chain(tokens[:, :end], drawn[:, :end]), probs[:, :end], alone)
-        tokens[:, end:], drawn[:, end:] = ABSENT, torch.nan
+        tokens[:, end:], drawn[:, end:] = ABSENT, beyond
         long = rule(TokenTree.chain(tokens, drawn), probs, wide)
         assert int(long.count) == int(short.count)
         assert wide.confidence[:present] == pytest.approx(alone.confidence)
