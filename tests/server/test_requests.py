@@ -58,8 +58,10 @@ def test_without_a_seed_each_request_gets_another(server: Any, asked: dict[str, 
     body = Completion.model_validate({**BODY, "temperature": 1, **asked})
     seeds = {request.sampling.seed for _ in range(3) for request in server.first.read(body)[0]}
     assert len(seeds) == 3
-    (request,), _ = server.first.read(body.model_copy(update={"seed": 5}))
-    assert request.sampling.seed == 5
+    for seed in (5, 0):
+        ((request,), _) = server.first.read(
+            Completion.model_validate({**BODY, "temperature": 1, "seed": seed}))
+        assert request.sampling.seed == seed
 
 
 def test_a_limit_of_prompt_and_text_together_is_honoured(server: Any) -> None:
