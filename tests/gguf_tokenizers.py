@@ -18,6 +18,7 @@ TEXTS = [
     "def f(x):\n    return x ** 2  # 1234567 and 3.14\n", "café déjà vu, naïve: Ünïcödé",
     "한국어 파일", "日本語のテキスト 漢字", "٣ ½ ² Ⅷ", "🦜👩‍👩‍👧 emoji", "a\r\nb\r\n", " ", "",
     "path/to/file.c // x += 1;", "<|end|>inside<|end|> <think> and <|endoftext|>",
+    "x = y;\n/// note ;\n/// more ;\n/// end ;\n",
 ]  # fmt: skip
 TEXTS += [unicodedata.normalize("NFD", text) for text in TEXTS]
 SPECIAL = {"<|endoftext|>": 3, "<|end|>": 3, "<think>": 4}
