@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import pytest
 from tiny import shared
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from draftproof.errors import BadInput
 from draftproof.model.loading import embedded, load_tokenizer
@@ -131,6 +133,19 @@ def test_the_words_of_a_prompt_that_ends_inside_a_character_are_not_said_again(
             assert streamed(codec_, ids[:cut], [stray]).strip("\ufffd ") == "a"
             assert streamed(codec_, ids[:cut], []) == ""
     assert cuts or name != "embedded"
+
+
+def test_a_prompt_that_ends_inside_a_character_takes_no_later_space() -> None:
+    """Tokens such as "Ġð" are a space and the beginning of an emoji: only that space was there."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġð"]
+    ids = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(ids, [("Ġ", "ð")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    spaced = Codec(PreTrainedTokenizerFast(tokenizer_object=made))
+    text = spaced.encode("a 🦜 b 🦜 c")
+    assert text[1] == ids["Ġð"]
+    assert streamed(spaced, text[:2], text[2:]) == "🦜 b 🦜 c"
 
 
 def test_the_first_word_keeps_its_space_and_a_long_prompt_says_the_same() -> None:
