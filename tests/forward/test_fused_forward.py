@@ -202,6 +202,31 @@ def test_a_text_that_fills_its_cache_has_the_same_bits(family: str) -> None:
     assert torch.equal(*read)
 
 
+@pytest.mark.parametrize("family", ["mistral sliding", "phi3 turned in part"])
+def test_a_node_sees_exactly_the_positions_of_its_window(family: str) -> None:
+    """Nodes of one read whose windows begin at 0, 1, 2, ..., in a layer that hands nothing on."""
+    name, extra = FAMILIES[family]
+    sizes, window = SIZES | extra | {"num_hidden_layers": 1}, extra["sliding_window"]
+    target = fused(of_family(name, **sizes).to(torch.bfloat16))
+    text = torch.randint(96, (1, 96), generator=torch.Generator().manual_seed(6))
+
+    def after(text: torch.Tensor) -> torch.Tensor:
+        cache = target.new_cache(1, 128)
+        with torch.inference_mode():
+            target.read(TokenTree.chain(text[:, :64]), cache)
+            cache.keep(None, torch.tensor([64]))
+            return target.read(TokenTree.chain(text[:, 64:]), cache).logits[0]
+
+    before, edges = after(text), list[bool]()
+    for place in range(26):
+        other = text.clone()
+        other[0, place] = (text[0, place] + 1) % 96
+        seen, end = (after(other) != before).any(-1), place + window - 64
+        assert not seen[end:].any(), place
+        edges += seen[end - 1 : end].tolist()
+    assert sum(edges) > 20, "the last node that sees a position, where rounding does not hide it"
+
+
 def test_results_are_bitwise_independent_of_threads() -> None:
     target, before = packed("llama"), torch.get_num_threads()
     results = []
