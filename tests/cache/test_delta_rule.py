@@ -48,8 +48,9 @@ def test_delta_rule_matches_transformers_bitwise_in_blocks_and_by_token(
         assert torch.equal(after, state[rows - 1]), "a state after part of a block"
 
 
-PARENTS = [[-1, 0, 0, 2, 1, 2, 3, 0, 6], [-1, 0, 1, 2, 2, 4, 1, 6, 7]]
-"""Two trees of nine nodes."""
+PARENTS = [[-1, 0, 0, 2, 1, 2, 3, 0, 6], [-1, 0, 1, 2, 2, 4, 1, 6, 7],
+           [-1, 0, 1, 2, 3, 4, 5, 6, 6]]
+"""Three trees of nine nodes; the last node may be the second child of one before."""
 
 
 def paths(parents: list[int]) -> list[list[int]]:
@@ -62,7 +63,7 @@ def paths(parents: list[int]) -> list[list[int]]:
 
 def test_a_node_of_a_tree_has_the_bits_of_its_path_as_a_chain() -> None:
     torch.manual_seed(0)
-    rows, tokens, groups, heads, inner, depth = 2, 9, 2, 4, 12, 70
+    rows, tokens, groups, heads, inner, depth = len(PARENTS), 9, 2, 4, 12, 70
     query, key = torch.randn(2, rows, tokens, groups, inner)
     value, before = torch.randn(rows, tokens, heads, depth), torch.randn(rows, heads, inner, depth)
     decay, rate = -5 * torch.rand(rows, tokens, heads), torch.rand(rows, tokens, heads)
@@ -89,7 +90,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_as_a_chain() -> None:
 
 def test_windows_of_a_convolution_follow_the_tree() -> None:
     """Where our kernel does not compute it: the inputs of each node's path."""
-    inputs = torch.arange(2 * 11.0).view(2, 1, 11).expand(-1, 3, -1)
+    inputs = torch.arange(len(PARENTS) * 11.0).view(-1, 1, 11).expand(-1, 3, -1)
     windows = windows_of(inputs, torch.tensor(PARENTS), 4)
     for row, parents in enumerate(PARENTS):
         for path in paths(parents):
@@ -150,10 +151,10 @@ def test_a_token_is_bit_identical_in_batches_of_any_size() -> None:
         read[width] = torch.cat(parts, 1)
     assert all(torch.equal(logits, read[1]) for logits in read.values())
     assert target.reads_trees
-    nodes = torch.arange(50, 59)[None].repeat(2, 1)
-    cache = target.new_cache(2, 64)
-    target.read(TokenTree.chain(torch.arange(1, 6).repeat(2, 1)), cache)
-    cache.keep(None, torch.tensor([5, 4]))
+    nodes = torch.arange(50, 59)[None].repeat(3, 1)
+    cache = target.new_cache(3, 64)
+    target.read(TokenTree.chain(torch.arange(1, 6).repeat(3, 1)), cache)
+    cache.keep(None, torch.tensor([5, 4, 3]))
     tree = target.read(TokenTree(nodes, torch.tensor(PARENTS), 8), cache).logits
     for row, parents in enumerate(PARENTS):
         for path in paths(parents):
