@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from asking import KEY, PROMPTS, TOOL_TEMPLATE, alone
 
 from draftproof.errors import BadInput
+from draftproof.server.messages_answer import MessagesAnswer
 from draftproof.server.messages_request import TokensBody
 from draftproof.server.reasoning import Marks
 
@@ -66,6 +68,17 @@ def test_an_end_token_is_no_stop_sequence(
     answer = messages.create(**ask(stop_sequences=["zebra"]))
     assert (answer.stop_reason, answer.stop_sequence) == ("end_turn", None)
     assert answer.usage.output_tokens == plain.tokens.index(plain.tokens[5]) + 1
+
+
+@pytest.mark.parametrize(("reason", "wanted"), [
+    ("tool_calls", "tool_use"), ("stop", "stop_sequence"), ("length", "max_tokens")])
+def test_a_call_before_a_stop_sequence_is_to_be_answered(reason: str, wanted: str) -> None:
+    """The client waits for no result of a tool if it reads "stop_sequence"."""
+    answer: Any = object.__new__(MessagesAnswer)
+    ended = SimpleNamespace(stop_string="</done>" if reason != "length" else None)
+    answer.requests = [SimpleNamespace(sequences=[ended])]
+    piece: Any = SimpleNamespace(finish_reason=reason)
+    assert answer._reason(piece) == wanted
 
 
 def test_streams_add_up_to_the_message(messages: Any) -> None:
