@@ -62,6 +62,18 @@ def test_rope_factors_restore_the_original_rope_parameters(name: str, tmp_path: 
     assert model.config["rope_parameters"] == original.config.rope_parameters
 
 
+def test_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
+    """As llama.cpp reads files of before there was a type; a factor of 1 scales nothing."""
+    original = gguf_models.tiny("llama")
+    for factor, wanted in ((4.0, ("linear", 4.0)), (1.0, ("default", None))):
+        path = gguf_models.save(original, tmp_path / "model.gguf",
+                                **{".rope.scaling.factor": factor})
+        model = model_of(GGUFFile.open(path))
+        assert model is not None
+        rope = model.config["rope_parameters"]
+        assert (rope["rope_type"], rope.get("factor")) == wanted
+
+
 def test_rows_in_blocks_are_reordered_without_changing_them(tmp_path: Path) -> None:
     original = gguf_models.tiny("llama")
     file = GGUFFile.open(gguf_models.save(original, tmp_path / "model.gguf", "Q8_0"))

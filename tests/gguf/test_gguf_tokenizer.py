@@ -67,6 +67,7 @@ def test_unknown_pre_tokenizers_are_refused_with_a_remedy(tmp_path: Path) -> Non
     ({"<|end|>": 3, "<|endoftext|>": 3}, ["<|end|>", "<|endoftext|>"]),
     ({"<eos>": 3, "<turn|>": 3, "<|tool_response>": 4, "</s>": 3},
      ["<eos>", "<turn|>", "<|tool_response>"]),
+    ({"<eos>": 3, "</s>": 1, "<|end|>": 4}, ["<eos>"]),         # text that looks like an end
     ({"<|end_of_text|>": 3, "<|eom|>": 3, "<|eot|>": 3}, ["<|end_of_text|>", "<|eom|>", "<|eot|>"]),
 ])  # fmt: skip
 def test_answers_end_where_the_publishers_say(
