@@ -31,7 +31,7 @@ DEEPSEEK3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )  # fmt: skip
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
-FALCON = (r"[\p{P}$+<=>^~|`]+", GPT2, BYTE_LETTERS, "[0-9][0-9][0-9]")
+FALCON = (r"[\p{P}$+<=>^~|`]+", GPT2, BYTE_LETTERS, r"\p{N}+", "[0-9][0-9][0-9]")
 SEED_CODER = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -82,9 +82,10 @@ def _single_digits() -> PreTokenizer:
 
 
 def _falcon() -> PreTokenizer:
-    return Sequence(
-        [Punctuation("contiguous"), _gpt2(), Split(Regex("[0-9][0-9][0-9]"), "isolated")]
-    )
+    return Sequence([
+        Punctuation("contiguous"), _gpt2(), Digits(individual_digits=False),
+        Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+    ])  # fmt: skip
 
 
 def _deepseek_coder() -> PreTokenizer:
