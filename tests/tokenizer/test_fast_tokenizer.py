@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,22 @@ def test_it_serves_as_a_codec(tokenizer: FastTokenizer) -> None:
     assert set(codec.special_tokens.values()) == {"<|endoftext|>", "<|end|>"}
     chat = codec.encode_chat([{"role": "user", "content": "the cat"}])
     assert tokenizer.decode(chat) == "<|user|>the cat<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("options", [{}, {"documents": [{"title": "mats", "text": "cats sit"}]}])
+def test_documents_reach_the_template_as_through_transformers(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    template = ("{% for d in documents or [] %}{{ d.title }}: {{ d.text }}\n{% endfor %}"
+                "{{ messages[-1].content }}")
+    path = tmp_path / "model.gguf"
+    file = as_file(published("qwen2"), path, "qwen2", chat_template=template)
+    tokenizer = FastTokenizer(tokenizer_of(file), str(path))
+    messages = [{"role": "user", "content": "the cat"}]
+    codec, full = Codec(tokenizer), Codec(tokenizer.transformers)  # type: ignore[arg-type]
+    text = codec.chat_text(messages, options=options)
+    assert text == ("mats: cats sit\nthe cat" if options else "the cat")
+    assert text == full.chat_text(messages, options=options)
 
 
 def test_offsets_and_other_outputs_match_transformers(tokenizer: FastTokenizer) -> None:

@@ -40,9 +40,8 @@ def render(
     if not messages:
         raise ValueError("the conversation is empty; give at least one message")
     chat = [_message(message) for message in messages]
-    return _compiled(template).render(
-        messages=chat, tools=_plain(tools), documents=None, **_plain(values)
-    )
+    variables = {"documents": None, **_plain(values)}
+    return _compiled(template).render(messages=chat, tools=_plain(tools), **variables)
 
 
 def _message(message: Mapping[str, object]) -> dict[str, object]:
