@@ -80,6 +80,21 @@ def test_channels_of_gpt_oss(step: int) -> None:
     assert len(read(two, step, CHANNELS)[2]) == 2
 
 
+@pytest.mark.parametrize("step", [1, 2, 3, 999])
+@pytest.mark.parametrize("text", ["<p>1 < 2</p>", "<", "<b", "to be", "to", "t", "< |end", "  <x>"])
+def test_an_answer_without_a_header_may_begin_like_one(text: str, step: int) -> None:
+    """What a grammar asks for from the first token on, such as XML, has no header."""
+    assert read(text, step, CHANNELS) == ("", text, [])
+    assert read(FINAL.partition("<|message|>")[0], step, CHANNELS) == ("", "", [])  # a cut header
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 999])
+def test_a_call_may_be_named_before_its_channel(step: int) -> None:
+    """The prompt ends with the mark before this header."""
+    text = ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    assert read(text, step, CHANNELS) == ("", "", [("f", {"a": 1})])
+
+
 @pytest.mark.parametrize(("template", "marks"), [
     ("{{ content.split('</think>')[-1] }}", THINK), ("{{ content }}", None), (None, None),
     ("<|start|>assistant<|channel|>analysis<|message|>", CHANNELS),

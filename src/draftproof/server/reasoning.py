@@ -29,6 +29,8 @@ CHANNELS = Marks("<|channel|>", "<|message|>")
 """gpt-oss: each message of an answer has a header with its channel."""
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>",
                  "<|return|>")
+HEADERS = (*CHANNEL_MARKS, "to=")
+"""What a header of a message begins with, where the mark before it is in the prompt."""
 
 
 def marks_of(codec: Codec | None) -> Marks | None:
@@ -144,10 +146,13 @@ class ChannelReader:
     def _read_header(self, last: bool) -> bool:
         """Remove a message's header, if it is complete."""
         start = self._held.lstrip()
-        if not start or not (start[0] == "<" or start.startswith("to=")):
-            if start:                                       # no header: the answer itself
-                self._header, self._kind = False, "text"
-            return bool(start)
+        if not start:
+            return False
+        if not start.startswith(HEADERS):
+            if not last and any(mark.startswith(start) for mark in HEADERS):
+                return False
+            self._header, self._kind = False, "text"        # no header: the answer itself
+            return True
         head, mark, body = start.partition(CHANNELS.end)
         if not mark:
             if last:
