@@ -117,7 +117,7 @@ def test_thinking_is_separated_from_the_answer(
 ) -> None:
     """The prompt opens it; the text up to the first full stop is thinking."""
     monkeypatch.setattr(server.first, "marks", Marks("zzz", "."))
-    prompt, thinking = f"zzz {PROMPTS[0]}", {"type": "enabled", "budget_tokens": 1024}
+    prompt, thinking = f"{PROMPTS[0]} zzz", {"type": "enabled", "budget_tokens": 1024}
     text = alone(server, prompt, 60)
     before, _, rest = text.partition(".")
     assert before and rest.strip()

@@ -117,3 +117,11 @@ def test_prompt_ending_with_an_open_reasoning_mark_is_detected() -> None:
     assert not is_open("<|start|>assistant", CHANNELS)
     earlier = "<think>First.</think>4<|user|>And now?<|assistant|>"
     assert is_open(f"{earlier}<think>\n", THINK) and not is_open(earlier, THINK)
+
+
+@pytest.mark.parametrize("question", ["What does <think> mean?", "</think><think>", "<think>"])
+def test_a_mark_that_a_user_writes_opens_no_reasoning(question: str) -> None:
+    """All of an answer without reasoning would be taken for reasoning."""
+    prompt = f"<|user|>{question}<|assistant|>"
+    assert not is_open(prompt, THINK) and is_open(f"{prompt}<think>\n", THINK)
+    assert read("A tag.", 3, THINK, inside=is_open(prompt, THINK)) == ("", "A tag.", [])

@@ -121,8 +121,8 @@ def test_function_calls_and_reasoning_are_separated(
              {"type": "function_call_output", "call_id": call.call_id, "output": "painted"}]
     assert responses.create(**ask(turns, tools=[PAINT])).output_text
     monkeypatch.setattr(server.first, "marks", Marks("zzz", "."))
-    whole = responses.create(**ask(f"zzz {PROMPTS[0]}", max_output_tokens=60))
-    before, _, rest = alone(server, f"zzz {PROMPTS[0]}", 60).partition(".")
+    whole = responses.create(**ask(f"{PROMPTS[0]} zzz", max_output_tokens=60))
+    before, _, rest = alone(server, f"{PROMPTS[0]} zzz", 60).partition(".")
     assert [item.type for item in whole.output] == ["reasoning", "message"]
     assert whole.output[0].content[0].text == before.strip()
     assert whole.output_text == rest.lstrip()

@@ -174,7 +174,7 @@ def test_an_answer_is_accepted_in_the_next_request(
     server: Any, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.first, "marks", Marks("zzz", "."))
-    asked = f"zzz {PROMPTS[0]}"
+    asked = f"{PROMPTS[0]} zzz"
     options = {"max_tokens": 60, "temperature": 0}
     for more in ({}, {"max_tokens": 3}, {
         "tools": [TOOL], "tool_choice": "required", "logprobs": True

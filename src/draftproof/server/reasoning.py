@@ -45,8 +45,9 @@ def marks_of(codec: Codec | None) -> Marks | None:
 
 
 def is_open(prompt: str, marks: Marks) -> bool:
-    """Whether a prompt ends inside reasoning, so that the answer continues it."""
-    return marks != CHANNELS and prompt.rfind(marks.begin) > prompt.rfind(marks.end)
+    """Whether a prompt ends with the mark of reasoning, so that the answer continues it. Marks in
+    its messages, which a user may have written, open nothing."""
+    return marks != CHANNELS and prompt.rstrip().endswith(marks.begin)
 
 
 class ReasoningReader:
