@@ -108,6 +108,20 @@ def test_only_the_owner_can_continue_a_response(server: Any, responses: Any) -> 
             responses.create(**ask(" Then", previous_response_id=name))
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_messages_stay_in_the_conversation_and_instructions_do_not(
+    server: Any, responses: Any, role: str
+) -> None:
+    opening, more = PROMPTS[0].split(" ", 1)
+    items = [{"role": role, "content": f"{opening} "}, {"role": "user", "content": more}]
+    for inputs, before in ((items, PROMPTS[0]), (more, more)):
+        instructions = {} if inputs is items else {"instructions": f"{opening} "}
+        first = responses.create(**ask(inputs, **instructions))
+        assert first.output_text == alone(server, PROMPTS[0], 20)
+        after = responses.create(**ask(" Then", previous_response_id=first.id))
+        assert after.output_text == alone(server, before + first.output_text + " Then", 20)
+
+
 def test_function_calls_and_reasoning_are_separated(
     server: Any, responses: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +184,7 @@ def test_all_items_of_a_response_are_in_the_conversation(server: Any) -> None:
 
 def test_stored_responses_are_limited() -> None:
     store = ResponseStore(limit=2500)
-    keep = store.keeper(1, [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}])
+    keep = store.keeper(1, [{"role": "user", "content": "a"}])
     for number in range(4):
         keep({"id": str(number), "text": "x" * 900}, [{"role": "assistant", "content": "b"}])
     assert [message["role"] for message in store.messages(1, "3")] == ["user", "assistant"]

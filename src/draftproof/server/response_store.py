@@ -50,9 +50,9 @@ class ResponseStore:
         del self._kept[owner, name]
 
     def keeper(self, owner: int, before: list[dict[str, object]]) -> Keep:
-        """A function that stores the response to a conversation."""
+        """A function that stores the response to a conversation, without its instructions."""
         def keep(response: dict[str, object], new: list[dict[str, object]]) -> None:
-            messages = [message for message in before if message["role"] != "system"] + new
+            messages = before + new
             size = len(json.dumps([response, messages]))
             self._kept[owner, str(response["id"])] = Kept(response, messages, size)
             self._size += size
