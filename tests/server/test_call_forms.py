@@ -125,6 +125,35 @@ def test_marks_inside_strings_are_text(text: str, step: int) -> None:
         assert read(form, written, step)[1] == [("write_file", arguments)]
 
 
+OPTIONAL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(("schema", "written", "wanted"), [
+    ({"type": "string"}, "12", "12"), ({"type": "string"}, "null", "null"),
+    ({"type": "string"}, '"quoted"', '"quoted"'), ({"type": "integer"}, "12", 12),
+    (OPTIONAL, "12", "12"), (OPTIONAL, "null", None), (OPTIONAL, "true", "true"),
+    (OPTIONAL, "[1]", "[1]"), (OPTIONAL, '"quoted"', '"quoted"'), (OPTIONAL, "no JSON", "no JSON"),
+    ({"type": ["string", "null"]}, "12", "12"), ({"type": ["string", "integer"]}, "12", 12),
+    ({"oneOf": [{"type": "string"}, {"type": "number"}]}, "1.5", 1.5),
+    ({"type": ["string", "integer"]}, "1.5", "1.5"), ({"type": ["string", "number"]}, "12", 12),
+    ({"type": "boolean"}, "true", True), ({}, "12", 12), ({}, "word", "word"),
+    ({"anyOf": "no list", "type": {}}, "12", 12),
+])  # fmt: skip
+def test_values_without_quotes_are_of_the_kinds_that_the_schema_allows(
+    schema: dict[str, Any], written: str, wanted: object
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"x": schema}}}}]
+    coder = Form("<tool_call>", "</function> </tool_call>", "parameter")
+    glm = Form("<tool_call>", "</tool_call>", "arg_key")
+    for form, text in (
+        (coder, f"<tool_call><function=f><parameter=x>\n{written}\n</parameter></function>"),
+        (glm, f"<tool_call>f<arg_key>x</arg_key><arg_value>{written}</arg_value></tool_call>"),
+    ):
+        (call,) = read(form, text, tools=tools)[1]
+        assert call == ("f", {"x": wanted}) and type(call[1]["x"]) is type(wanted)
+
+
 @pytest.mark.parametrize(("arguments", "wanted"), [
     ("null", {}), ('"{\\"a\\": 1}"', {"a": 1}), ('""', {}), (None, {}), ("{}", {}),
     ('{"a": NaN}', None), ('{"a": 1e400}', None), ('{"a": -Infinity}', None), ("[1]", None),
