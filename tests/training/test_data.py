@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from draftproof.errors import BadInput
 from draftproof.model.loading import load_tokenizer
 from draftproof.tokenizer.codec import Codec
 from draftproof.training.rows import Batches, Example, Rows, prompt_of, tokenized
-from draftproof.training.texts import Document, read, split
+from draftproof.training.texts import DataConfig, Document, read, split
 
 HI, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CHAT, ASKED = Document(messages=[HI, SAID]), Document(messages=[HI])
@@ -103,6 +104,19 @@ def test_a_plain_text_falls_into_pieces_at_paragraphs_and_loses_nothing(
     pieces = read([tmp_path / "book.txt", tmp_path / "book.txt"])              # each once
     whole = "\n\n".join(piece.text for piece in pieces)
     assert len(pieces) > 3 and whole == "\n\n".join(paragraphs)
+
+
+def test_each_file_is_a_part_of_what_a_run_is_known_by(tmp_path: Path) -> None:
+    """Also where several have the same name: a run must not go on with other texts."""
+    files = [tmp_path / name for name in ("a/rows.txt", "b/rows.txt", "more.txt")]
+    known = []
+    for changed in (None, *files):
+        for file in files:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("changed" if file == changed else "text")
+        known.append(DataConfig(tuple(files)).hashes())
+    assert all(first != second for first, second in combinations(known, 2))
+    assert [*DataConfig((files[0], files[2])).hashes()] == ["rows.txt", "more.txt"]
 
 
 def test_held_out_documents_are_never_trained_on() -> None:

@@ -61,8 +61,11 @@ class DataConfig:
                 raise BadInput(f"there is no file {file}; --data takes .txt and .jsonl files")
 
     def hashes(self) -> dict[str, str]:
-        """sha256 by file name."""
-        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in self.data}
+        """sha256 by file name, and by number if several have the same."""
+        names = [file.name for file in self.data]
+        return {name if names.count(name) == 1 else f"{number}: {name}":
+                hashlib.sha256(file.read_bytes()).hexdigest()
+                for number, (name, file) in enumerate(zip(names, self.data, strict=True))}
 
     def split(self, seed: int, note: Note) -> tuple[list[Document], list[Document]]:
         """Split the documents into those for training and held-out ones.
