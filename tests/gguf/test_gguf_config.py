@@ -74,6 +74,40 @@ def test_a_factor_without_a_type_is_linear(tmp_path: Path) -> None:
         assert (rope["rope_type"], rope.get("factor")) == wanted
 
 
+@pytest.mark.parametrize(("layers", "scalar"), [(26, 32), (34, 32), (48, 32), (62, 16)])
+def test_only_the_largest_gemma3_scales_queries_by_the_width_per_head(
+    layers: int, scalar: int, tmp_path: Path
+) -> None:
+    """Heads have 32 numbers, and there are 64 for 4 of them; 12B has 48 layers, 27B has 62."""
+    original = gguf_models.tiny("gemma3", num_hidden_layers=layers)
+    model = model_of(GGUFFile.open(gguf_models.save(original, tmp_path / "model.gguf")))
+    assert model is not None
+    assert model.config["query_pre_attn_scalar"] == scalar
+
+
+@pytest.mark.parametrize(("name", "stated", "wanted"), [
+    ("deepseek2", {"expert_weights_norm": None, "expert_weights_scale": None},
+     {"norm_topk_prob": False, "routed_scaling_factor": 1.0}),
+    ("llama4", {}, {"use_qk_norm": True}),
+    ("llama4", {"expert_count": 128}, {"use_qk_norm": False}),              # Maverick
+    ("mistral3-plain", {}, {"sliding_window": None}),                       # the class' is 4096
+    ("granite", {"attention.scale": None, "logit_scale": None, "embedding_scale": None},
+     {"attention_multiplier": 0.25, "logits_scaling": 1.0, "embedding_multiplier": 1.0}),
+])  # fmt: skip
+def test_what_a_file_does_not_state_is_as_in_the_published_models(
+    name: str, stated: dict[str, int | None], wanted: dict[str, object], tmp_path: Path
+) -> None:
+    original = gguf_models.tiny(name)
+    file = GGUFFile.open(gguf_models.save(original, tmp_path / "model.gguf"))
+    for key, value in stated.items():
+        file.metadata.pop(f"{file.architecture}.{key}", None)
+        if value is not None:
+            file.metadata[f"{file.architecture}.{key}"] = value
+    model = model_of(file)
+    assert model is not None
+    assert {key: model.config[key] for key in wanted} == wanted
+
+
 def test_rows_in_blocks_are_reordered_without_changing_them(tmp_path: Path) -> None:
     original = gguf_models.tiny("llama")
     file = GGUFFile.open(gguf_models.save(original, tmp_path / "model.gguf", "Q8_0"))

@@ -175,6 +175,26 @@ def test_vocabularies_with_scores_merge_as_sentencepiece_does(
         assert again.encode("the cat").ids == read.encode("the cat").ids
 
 
+@pytest.mark.parametrize(("architecture", "space"), [
+    ("llama", [3]), ("gemma", []), ("gemma2", []), ("gemma3", []),
+])  # fmt: skip
+def test_texts_of_gemma_do_not_begin_with_a_space(
+    architecture: str, space: list[int], tmp_path: Path
+) -> None:
+    """Nor do their files always say so; those of Llama begin with one unless they deny it."""
+    tokens = ["<unk>", "<s>", "</s>", "▁", "a", "b"]
+    values = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * len(tokens),
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1],
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    path = gguf_files.write(tmp_path / "model.gguf", {"x": np.ones(32)}, values, architecture)
+    read = tokenizer_of(GGUFFile.open(path)).tokenizer
+    assert read.encode("a b").ids == [1, *space, 4, 3, 5]
+    assert read.decode([*space, 4, 3, 5]) == "a b"
+
+
 def test_special_tokens_of_phi3_include_the_spaces_after_them(tmp_path: Path) -> None:
     """All but that of the beginning. Files cannot say so; the id of `<|end|>` identifies them."""
     letters = ["▁", "a", "b"]
