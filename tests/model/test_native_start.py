@@ -103,6 +103,24 @@ def test_cached_tokenizer_equals_the_one_built_by_transformers(
     assert ours.transformers is theirs and state_of(theirs) is not None
 
 
+def test_a_cached_tokenizer_neither_cuts_nor_pads_a_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some files have the lengths of their training; transformers applies them only on request."""
+    plain, file = tokenizer(tmp_path), str(tmp_path / "tokenizer.json")
+    stored = Tokenizer.from_file(file)
+    stored.enable_truncation(4)
+    stored.enable_padding(length=9)
+    stored.save(file)
+    monkeypatch.setenv("DRAFTPROOF_CACHE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for kind in (PreTrainedTokenizerFast, FolderTokenizer):
+        ours = folder_tokenizer(str(tmp_path), lambda: AutoTokenizer.from_pretrained(tmp_path))
+        assert isinstance(ours, kind)
+        for text in ("a", "longer than four tokens"):
+            assert ours(text).input_ids == plain(text).input_ids
+
+
 @pytest.mark.parametrize("settings", [
     {"eos_token_id": [2, 3]}, {"do_sample": True, "eos_token_id": 1}, {"temperature": 0.3},
     {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1},

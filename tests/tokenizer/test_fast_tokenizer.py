@@ -73,6 +73,19 @@ def test_documents_reach_the_template_as_through_transformers(
     assert text == full.chat_text(messages, options=options)
 
 
+def test_a_template_for_tools_is_used_where_tools_are_offered(tmp_path: Path) -> None:
+    templates = {"chat_template": "plain", "chat_template.tool_use": "{{ tools[0].function.name }}"}
+    path = tmp_path / "model.gguf"
+    file = as_file(published("qwen2"), path, "qwen2", **templates)
+    tokenizer = FastTokenizer(tokenizer_of(file), str(path))
+    messages = [{"role": "user", "content": "the cat"}]
+    tool = {"type": "function", "function": {"name": "stroke", "parameters": {}}}
+    for each in (tokenizer, tokenizer.transformers):
+        codec = Codec(each)  # type: ignore[arg-type]
+        assert codec.chat_text(messages) == "plain"
+        assert codec.chat_text(messages, [tool]) == "stroke"
+
+
 def test_offsets_and_other_outputs_match_transformers(tokenizer: FastTokenizer) -> None:
     out = tokenizer("the cat", add_special_tokens=False, return_offsets_mapping=True)
     assert out["offset_mapping"][-1][1] == len("the cat")
