@@ -99,6 +99,13 @@ def test_speed_ups_are_paired_so_a_slowing_machine_does_not_bias_them() -> None:
     assert plain.speed_up == Interval(1.0) and drafter.speed_up == Interval(2.0)
 
 
+def test_speed_ups_are_per_token_where_sampled_texts_have_other_lengths() -> None:
+    """Half as many tokens in half the seconds is no speed-up."""
+    half = Scripted("drafter", [], 2.0, text=tuple(range(4)), drafted=2)
+    _, drafter = compute(bench(Scripted("plain", []), half, settings=[Setting(1, 0.7)]))
+    assert drafter.speed_up == Interval(1.0) and drafter.tokens_per_second == 2.0
+
+
 def test_speeds_and_texts_are_compared() -> None:
     methods = three()
     plain, drafter, slow = compute(bench(*methods, rounds=3))

@@ -67,6 +67,8 @@ def test_a_resumed_run_ends_bit_identical(
     timeless = [[{**json.loads(line), "tokens_per_second": 0, "seconds": 0} for line in log]
                 for log in logs]
     assert timeless[0] == timeless[1] and len(timeless[0]) == 20
+    seconds = [json.loads(line)["seconds"] for line in logs[1]]
+    assert seconds == sorted(seconds), "they are those of the whole run"
     rates = [TrainConfig(learning_rate=3e-3).rate_at(step, 20) for step in range(20)]
     assert [row["rate"] for row in timeless[1]] == rates
     trainer_of(tmp_path / "broken", trainable(resumed), again).fit()        # nothing is done twice
