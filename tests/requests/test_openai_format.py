@@ -75,6 +75,7 @@ def test_unsupported_options_are_refused(name: str) -> None:
     ("eos_token_id", 0), ("eos_token_id", False), ("enable_thinking", False), ("think", False),
     ("skip_special_tokens", False), ("add_generation_prompt", False), ("echo", 0), ("best_of", 0),
     ("truncate_prompt_tokens", 0), ("best_of", True), ("mirostat", True),
+    ("thinking", False), ("reasoning", False), ("detokenize", False), ("add_bos_token", False),
 ])  # fmt: skip
 def test_zero_and_false_are_distinguished(name: str, value: Any) -> None:
     with pytest.raises(BadInput, match=name):
@@ -89,6 +90,24 @@ def test_fields_of_the_users_own_pass_in_files_and_not_in_requests() -> None:
             refuse_unrecognized({name: 1}, BASE)
     refuse_unrecognized(dict.fromkeys(HARMLESS, 1), BASE)
     refuse_unrecognized({"max_tokens": 3, "n_predict": 3, "n": 2, "ignore_eos": True}, BASE)
+
+
+@pytest.mark.parametrize(("names", "value", "wanted"), [
+    (("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict", "num_predict"), 3,
+     {"max_new_tokens": 3}),                            # OpenAI, llama.cpp, Ollama
+    (("min_tokens",), 2, {"min_new_tokens": 2}),        # vLLM
+    (("stop_strings", "stop_sequences", "stop_sequence", "stopping_strings"), ["."],
+     {"stop": ["."]}),                                  # transformers, TGI, KoboldAI
+    (("bad_words", "bad_words_ids"), [[5, 6]], {"banned_words": [[5, 6]]}),
+    (("no_repeat_ngram_size",), 4, {"no_repeat_ngram": 4}), (("random_seed",), 7, {"seed": 7}),
+])  # fmt: skip
+def test_options_have_the_names_of_other_engines(
+    names: tuple[str, ...], value: Any, wanted: dict[str, Any]
+) -> None:
+    for name in names:
+        for row in ({name: value}, {"sampling_params": {name: value}}):
+            assert sampling(**row) == sampling(**wanted) != BASE, name
+            refuse_unrecognized(row, BASE)
 
 
 def test_a_system_message_next_to_a_prompt() -> None:
