@@ -112,6 +112,19 @@ def test_unreadable_checkpoints_are_refused_in_one_sentence(
     assert "\n" not in str(error.value)
 
 
+def test_groups_of_compressed_tensors_may_have_formats_and_tiles_of_their_own() -> None:
+    stated = group_config("float-quantized", 8, "float", block_structure=[16, 32])
+    assert layout_of("tiles", stated) == Layout(tile=(16, 32))
+    stated |= {"format": "mixed-precision"}
+    group = stated["config_groups"]["group_0"]
+    assert layout_of("mixed", stated) == Layout(tile=(16, 32))
+    assert layout_of("mixed", stated | {"config_groups": {
+        "group_0": {**group, "format": "nvfp4-pack-quantized"}}}) == Layout(tile=(16, 32))
+    with pytest.raises(UnsupportedModel, match="'marlin-24', which is not read here"):
+        layout_of("mixed", stated | {"config_groups": {
+            "group_0": group, "group_1": {**group, "format": "marlin-24"}}})
+
+
 @pytest.mark.parametrize("name", ["w8a8", "fp8-tensor", "mxfp4"])
 @pytest.mark.parametrize("family", ["qwen2", "olmo2"])
 def test_codes_without_a_configuration_are_never_taken_for_weights(
