@@ -15,7 +15,8 @@ from typing import Any
 
 import draftproof as dp
 from draftproof.core.params import LogitsRule
-from draftproof.server.grammar import Grammars, json_rule
+from draftproof.server.grammar import Grammars
+from draftproof.server.json_schema import json_rule
 
 TEXT = {"type": "string", "maxLength": 24}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}

@@ -15,7 +15,8 @@ from asking import PROMPTS
 import draftproof as dp
 from draftproof.core.params import RuleContext
 from draftproof.errors import BadInput
-from draftproof.server.grammar import KEPT, Grammars, json_rule
+from draftproof.server.grammar import KEPT, Grammars
+from draftproof.server.json_schema import json_rule
 from draftproof.server.schema import Chat, ResponseFormat
 from draftproof.server.tools import HERMES, LLAMA, MISTRAL, CallReader, Form, call_grammar
 

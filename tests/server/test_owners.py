@@ -12,8 +12,9 @@ import draftproof as dp
 from draftproof.core.params import RuleContext
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.server.api import Server
-from draftproof.server.grammar import Grammars, json_rule
+from draftproof.server.grammar import Grammars
 from draftproof.server.guard import Access
+from draftproof.server.json_schema import json_rule
 from draftproof.server.owners import Owners
 from draftproof.server.schema import Completion
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from draftproof.errors import BadInput, first_line
 from draftproof.requests.foreign_options import is_neutral
-from draftproof.server.grammar import json_rule
+from draftproof.server.json_schema import json_rule
 from draftproof.server.schema import ResponseFormat
 
 SPELLINGS = {

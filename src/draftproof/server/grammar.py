@@ -6,9 +6,8 @@ mask of its own path. The matcher is rolled back to where two paths part.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from torch import Tensor
 from draftproof.core.params import LogitsProcessor, LogitsRule, RuleContext
 from draftproof.errors import BadInput
 from draftproof.requests.completion import first_difference
+from draftproof.server.constraints import grammar_of
 from draftproof.tokenizer.codec import Codec
 
 if TYPE_CHECKING:
@@ -27,20 +27,9 @@ if TYPE_CHECKING:
 
     from draftproof.server.schema import ResponseFormat
 
-FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python and most chat templates write it, so that no model can write blanks for ever."""
-
-
 KEPT, LONGEST = 16, 1 << 18
 """The most compiled grammars that are kept, and the most characters of a grammar. Long ones take
 much memory."""
-NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const",
-           "enum")  # fmt: skip
-"""Keywords of a JSON schema with numbers that restrict the text."""
-NOTES = ("default", "examples", "title", "description")
-"""Keywords that restrict nothing."""
-NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value has names as keys, not keywords."""
 
 
 class Grammars:
@@ -83,8 +72,6 @@ class Grammars:
         Raises:
             BadInput: As `lark`.
         """
-        from draftproof.server.constraints import grammar_of
-
         grammar = grammar_of(asked, {})
         return None if grammar is None else self.lark(grammar, owner)
 
@@ -187,42 +174,3 @@ class GrammarProcessor:
             self.matcher.rollback(len(self._text) - same)
         self._text = text[: same + self.matcher.try_consume_tokens(text[same:])]
         return len(self._text) == len(text)
-
-
-def json_rule(schema: dict[str, object]) -> str:
-    """A JSON schema as the right side of a rule in Lark."""
-    try:
-        _reject_inexact(schema)
-        return "%json " + json.dumps({**schema, "x-guidance": FORM})
-    except BadInput:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"the JSON schema cannot be read: {error}") from None
-
-
-def _reject_inexact(schema: object) -> None:
-    """Raise BadInput for an integer of a schema that llguidance would round to another number."""
-    if isinstance(schema, list):
-        for part in schema:
-            _reject_inexact(part)
-    elif isinstance(schema, dict):
-        for name, value in schema.items():
-            if name in NAMED_SCHEMAS and isinstance(value, dict):
-                for part in value.values():
-                    _reject_inexact(part)
-            elif name in NUMBERS and (wide := next(_wide_integers(value), None)) is not None:
-                raise BadInput(
-                    f"the JSON schema has {name} {wide}, beyond 2^53, which a grammar cannot "
-                    "follow exactly; use a smaller number, or a string with a pattern"
-                )
-            elif name not in NOTES:
-                _reject_inexact(value)
-
-
-def _wide_integers(value: object) -> Iterator[int]:
-    """Integers within a value that a double may not represent exactly."""
-    if isinstance(value, int) and abs(value) > 1 << 53:
-        yield value
-    elif isinstance(value, (list, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _wide_integers(part)

@@ -21,7 +21,7 @@ from draftproof.server.call_forms import (
     form_of,
     read_calls,
 )
-from draftproof.server.grammar import json_rule
+from draftproof.server.json_schema import json_rule
 from draftproof.server.schema import Chat, Function, Tool
 from draftproof.tokenizer.codec import Codec
 
