@@ -39,6 +39,20 @@ def test_the_detected_format_is_reported(tmp_path: Path, caplog: pytest.LogCaptu
     assert engine.drafter.description == "DSpark head for Qwen3-4B, block 6"
 
 
+@pytest.mark.parametrize("key", [
+    "base_model", "base_model_name_or_path", "target_model", "target_model_name",
+])  # fmt: skip
+def test_settings_of_several_names_say_what_a_head_was_trained_for(
+    key: str, tmp_path: Path
+) -> None:
+    target = deep().with_model(deep().model)
+    target.name = "/models/Qwen3-8B-Instruct"
+    with pytest.raises(DrafterMismatch, match=r"trained for Qwen3-4B, and the target is Qwen3-8B"):
+        load_drafter(spark(tmp_path, **{key: "Qwen/Qwen3-4B"}), target)
+    drafter = load_drafter(spark(tmp_path, **{key: "Qwen/Qwen3-8B"}), target)
+    assert drafter.description == "DSpark head for Qwen3-8B, block 6"
+
+
 def test_a_head_for_another_target_is_refused_with_the_reason(tmp_path: Path) -> None:
     """Its name, hidden states, layers and vocabulary."""
     target = deep().with_model(deep().model)
