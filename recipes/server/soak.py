@@ -43,9 +43,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--kinds", type=int, default=120, help="number of different requests")
-    parser.add_argument("--prefix-cache", type=int, default=8, metavar="MiB",
-                        help="size for each model; small enough to be full after a quarter of the "
-                             "requests")
+    parser.add_argument("--prefix-cache", type=int, default=512, metavar="MiB",
+                        help="size for each model")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         adapter = make_adapter(Path(folder) / "adapter")
