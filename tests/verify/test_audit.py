@@ -211,3 +211,13 @@ def test_transformers_with_a_draft_model_is_unbiased() -> None:
     engine = assisted(model, assistant, want, LENGTH, 2)
     result = audit(engine, model_distribution(model, want), [3], length=LENGTH, samples=300)
     assert not result.biased and result.joint.detects < 0.4
+
+
+@pytest.mark.parametrize("calls", [2, 3, 5])
+def test_calls_that_ignore_their_seed_are_noticed(calls: int) -> None:
+    """Few calls are compared as well: a server may give all texts in two answers."""
+    right, names = speculative(RIGHT), list[str]()
+    for draw in (right, lambda prompt, n, seed: right(prompt, n, 7)):
+        result = audit(draw, TARGET, PROMPT, samples=2400, at_once=2400 // calls)
+        names.append(" ".join(check.name for check in result.checks if not check.passed))
+    assert names[0] == "" and "calls with different seeds" in names[1]
