@@ -225,7 +225,7 @@ class Mutant(NamedTuple):
 
 SLOW = "15: vLLM #6038, #13196"
 TREE_MASK, KEYED = "cache.kv_cache:tree_mask", "role, positions, origin"
-TEMPERATURE = '(self._any("temperature"), of._apply_temperature),'
+TEMPERATURE = '(self._any("temperature"), kind._apply_temperature),'
 DEPTHS = "self.tree.depths[:, self.first :]"
 COMMITTED_ONLY = text("core.prefix:Paths.lengths", (DEPTHS, f"0 * {DEPTHS}"))
 PENALISED = Sampling(repetition_penalty=1.5), Sampling(temperature=1.0, frequency_penalty=1.0)

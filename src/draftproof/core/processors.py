@@ -24,8 +24,8 @@ _NUMBERS = (
 )  # fmt: skip
 _DEFAULTS = Sampling()
 Process = Callable[["LogitsProcessors", Tensor, Paths], Tensor]
-"""A method, not bound: an object that held its bound methods would live, with the noise that a
-sampler keeps, until the next collection of cycles."""
+"""An unbound method. Bound ones would form a reference cycle with the object that lists them, so
+that the noise of a sampler stayed in memory until the garbage collector runs."""
 
 
 class LogitsProcessors:
@@ -61,19 +61,19 @@ class LogitsProcessors:
             self._first_end = self._column(least)
         if any_presence := self._any("presence_penalty", "frequency_penalty"):
             self._prompt_lengths = self._column([row.prompt_length for row in self.rows])
-        of = type(self)
+        kind = type(self)
         return [
-            (any_bias, of._add_bias),
-            (self._any("repetition_penalty"), of._penalise_repetition),
-            (any_presence, of._penalise_presence),
-            (self._any("no_repeat_ngram"), of._ban_ngrams),
-            (any_banned, of._ban_words),
-            (holds, of._hold_stop_tokens),
-            (any(row.logits_rules for row in self.rows) or self._any("processors"), of._ask),
-            (self._any("temperature"), of._apply_temperature),
-            (self._any("top_k"), of._keep_top_k),
-            (self._any("top_p"), of._keep_top_p),
-            (self._any("min_p"), of._keep_min_p),
+            (any_bias, kind._add_bias),
+            (self._any("repetition_penalty"), kind._penalise_repetition),
+            (any_presence, kind._penalise_presence),
+            (self._any("no_repeat_ngram"), kind._ban_ngrams),
+            (any_banned, kind._ban_words),
+            (holds, kind._hold_stop_tokens),
+            (any(row.logits_rules for row in self.rows) or self._any("processors"), kind._ask),
+            (self._any("temperature"), kind._apply_temperature),
+            (self._any("top_k"), kind._keep_top_k),
+            (self._any("top_p"), kind._keep_top_p),
+            (self._any("min_p"), kind._keep_min_p),
         ]
 
     def filtered(self, logits: Tensor, paths: Paths) -> Tensor:
