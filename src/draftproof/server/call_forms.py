@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from draftproof.errors import BadInput
+from draftproof.server.json_schema import TYPE_NAMES, types_of
 from draftproof.tokenizer.codec import Codec
 
 
@@ -45,13 +46,6 @@ _PAIRS = {
                   r"(?=\s*(?:<parameter=|</function>|$))", "</function> </tool_call>"),
 }  # fmt: skip
 """Forms of keys and values after <tool_call>: the name, one pair, and the end of all pairs."""
-
-
-JSON_KINDS: dict[type, set[str]] = {
-    str: {"string"}, int: {"integer", "number"}, float: {"number"}, bool: {"boolean"},
-    type(None): {"null"}, list: {"array"}, dict: {"object"},
-}  # fmt: skip
-"""What schemas call the types of JSON's values."""
 
 
 @dataclass(frozen=True)
@@ -198,27 +192,18 @@ def _pairs(text: str, place: int, form: Form, tools: Schemas) -> Read:
 
 
 def _value(text: str, schema: object) -> object:
-    """A value; text has no quotes. Where the schema allows text, only what is JSON of another kind
-    that it allows is no text: an optional text may be 12, and null is none."""
-    kinds = _kinds(schema)
+    """Read a value that was written without quotes.
+
+    If the schema allows a string, the value is one, unless it is JSON of another type that the
+    schema allows as well: for "string or null", 12 is a string and null is not."""
+    types = types_of(schema)
     try:
         value: object = _DECODER.decode(text.strip())
     except (ValueError, RecursionError):
         return text
-    is_text = "string" in kinds and not (kinds - {"string"}) & JSON_KINDS[type(value)]
-    return text if is_text else value
-
-
-def _kinds(schema: object) -> set[str]:
-    """The types that a schema names, also as alternatives; empty if it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    named = schema.get("type")
-    kinds = {kind for kind in (named if isinstance(named, list) else [named])
-             if isinstance(kind, str)}  # fmt: skip
-    for choices in (schema.get("anyOf"), schema.get("oneOf")):
-        kinds = kinds.union(*map(_kinds, choices if isinstance(choices, list) else ()))
-    return kinds
+    if "string" in types and not (types - {"string"}) & TYPE_NAMES[type(value)]:
+        return text
+    return value
 
 
 def _python(text: str, place: int, form: Form, tools: Schemas) -> Read:

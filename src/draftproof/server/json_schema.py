@@ -1,4 +1,4 @@
-"""JSON schemas as rules of a grammar."""
+"""JSON schemas: the types that they allow, and their rules for a grammar."""
 
 from __future__ import annotations
 
@@ -16,6 +16,23 @@ NOTES = ("default", "examples", "title", "description")
 """Keywords that restrict nothing."""
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose value has names as keys, not keywords."""
+TYPE_NAMES: dict[type, set[str]] = {
+    str: {"string"}, int: {"integer", "number"}, float: {"number"}, bool: {"boolean"},
+    type(None): {"null"}, list: {"array"}, dict: {"object"},
+}  # fmt: skip
+"""The names in schemas of the types that JSON is read into."""
+
+
+def types_of(schema: object) -> set[str]:
+    """The types that a schema allows, alternatives included; empty if it names none."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type")
+    types = {name for name in (named if isinstance(named, list) else [named])
+             if isinstance(name, str)}  # fmt: skip
+    for choices in (schema.get("anyOf"), schema.get("oneOf")):
+        types = types.union(*map(types_of, choices if isinstance(choices, list) else ()))
+    return types
 
 
 def json_rule(schema: dict[str, object]) -> str:
