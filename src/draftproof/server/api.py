@@ -160,9 +160,8 @@ class Server:
         def make(
             hosted: HostedModel, requests: list[Request], readers: list[OutputReader]
         ) -> BaseAnswer:
-            # as in OpenAI's API, instructions are for one response, messages are for all
-            before = chat.messages[1:] if body.instructions else chat.messages
-            keep = self.responses.keeper(owner, before) if body.store is not False else None
+            stored = body.store is not False
+            keep = self.responses.keeper(owner, body.conversation(earlier)) if stored else None
             return ResponsesAnswer(hosted, body, requests, readers, keep)
 
         return await self._answer(request, chat, make)

@@ -50,7 +50,7 @@ class ResponseStore:
         del self._kept[owner, name]
 
     def keeper(self, owner: int, before: list[dict[str, object]]) -> Keep:
-        """A function that stores the response to a conversation, without its instructions."""
+        """A function that stores a response, and the conversation `before` it."""
         def keep(response: dict[str, object], new: list[dict[str, object]]) -> None:
             messages = before + new
             size = len(json.dumps([response, messages]))

@@ -106,6 +106,19 @@ class ResponsesBody(Strict):
     prompt_cache_options: object = None
     stream_options: StreamOptions | None = None
 
+    def conversation(self, earlier: list[dict[str, object]]) -> list[dict[str, object]]:
+        """The messages so far, without the instructions, which are for one response only.
+
+        Args:
+            earlier: Messages of the response that this request continues.
+
+        Raises:
+            BadInput: A part of the input is not text.
+        """
+        if isinstance(self.input, str):
+            return [*earlier, {"role": "user", "content": self.input}]
+        return [*earlier, *read_items(self.input)]
+
     def chat(self, earlier: list[dict[str, object]]) -> Chat:
         """Convert it to a chat.
 
@@ -115,13 +128,9 @@ class ResponsesBody(Strict):
         Raises:
             BadInput: A part of it is not text, or cannot be honoured.
         """
-        messages = [*earlier]
+        messages = self.conversation(earlier)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            messages += read_items(self.input)
         names = ("model", "stream", "temperature", "top_p", "top_k", "seed", "stop",
                  "parallel_tool_calls", "priority", "cache_salt")
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
