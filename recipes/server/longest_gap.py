@@ -3,7 +3,8 @@
 python recipes/server/longest_gap.py MODEL [--prompt-tokens 4000] [--prefix-cache MiB]
 
 It drives the server's scheduler without HTTP: a text is written, and after 60 steps a prompt
-arrives that is not in the prefix cache.
+arrives that is not in the prefix cache. Before it, a loop of arithmetic is timed, which shows how
+long the machine itself stalls.
 """
 
 from __future__ import annotations
@@ -18,6 +19,18 @@ from draftproof.engine.prefix_cache import PrefixCache
 TEXT = "The history of rivers and cities is long. " * 10
 
 
+def report_stalls(seconds: float = 6.0) -> None:
+    """Print how long a short loop takes, usually and at most."""
+    times, end = list[float](), time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end:
+        sum(range(100_000))
+        times.append(1000 * (time.perf_counter() - start))
+    usual = statistics.median(times)
+    slow = sum(duration for duration in times if duration > 1.5 * usual) / sum(times)
+    print(f"the machine alone: a loop of {usual:.1f} ms took up to {max(times):.1f} ms; {slow:.0%} "
+          "of the time went to loops that took more than 1.5 times as long as usual")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
@@ -25,6 +38,7 @@ def main() -> None:
     parser.add_argument("--prefix-cache", type=int, default=512)
     parser.add_argument("--drafter")
     args = parser.parse_args()
+    report_stalls()
     engine = dp.load(args.model, dtype="bfloat16", drafter=args.drafter)
     engine.prefixes = PrefixCache(args.prefix_cache << 20)
     tokens = min(args.prompt_tokens, engine.target.context - 600)
