@@ -18,6 +18,7 @@ from draftproof.core.noise import Role
 from draftproof.errors import BadInput
 from draftproof.native import build as module
 from draftproof.native.build import (
+    ARM,
     BUILDS,
     FLAGS,
     ISA,
@@ -210,6 +211,24 @@ def test_features_have_the_names_of_linux_on_other_systems(monkeypatch: pytest.M
     monkeypatch.undo()
     module.features.cache_clear()
     assert named == module.features() & needed
+
+
+def test_features_of_arm_are_the_capabilities_that_the_kernel_reports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bits of asm/hwcap.h; /proc/cpuinfo, which is the host's under qemu, is not read."""
+    monkeypatch.setattr(module, "BUILDS", ARM)
+    monkeypatch.setattr(sys, "platform", "linux")
+    cortex_a53, cortex_a76, neoverse_v1 = (0xFF, 0), (0x100FFF, 0), (0xECFFFFFB, 0x7F877FFF)
+    expected = [{"asimd"}, {"asimd", "asimddp"}, {"asimd", "asimddp", "i8mm", "bf16"}]
+    for words, names in zip((cortex_a53, cortex_a76, neoverse_v1), expected, strict=True):
+        monkeypatch.setattr(module, "_hardware_capabilities", lambda words=words: words)
+        assert module.features.__wrapped__() == names
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="getauxval is of Linux")
+def test_capabilities_are_read_from_the_kernel() -> None:
+    assert module._hardware_capabilities()[0] > 0
 
 
 def test_compilers_are_told_the_processor_as_they_name_it(monkeypatch: pytest.MonkeyPatch) -> None:

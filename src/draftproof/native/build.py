@@ -70,12 +70,30 @@ def features() -> frozenset[str]:
     """What this processor has, as Linux names it."""
     if not sys.platform.startswith("linux"):
         return _features_by_torch()
+    if BUILDS is ARM:
+        return _features_of_arm(*_hardware_capabilities())
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
-    names = ("flags", "Features")
-    return frozenset(next((line for line in lines if line.startswith(names)), "").split())
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _hardware_capabilities() -> tuple[int, int]:
+    """The words `AT_HWCAP` and `AT_HWCAP2` of Linux: what every core has, emulated ones too.
+
+    On ARM, `/proc/cpuinfo` is that of the host where qemu emulates the processor, and of one core
+    where cores differ.
+    """
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return getauxval(16), getauxval(26)
+
+
+def _features_of_arm(first: int, second: int) -> frozenset[str]:
+    """The features in the two words of `_hardware_capabilities` that `ARM` asks for."""
+    bits = {"asimd": first >> 1, "asimddp": first >> 20, "i8mm": second >> 13, "bf16": second >> 14}
+    return frozenset(name for name, word in bits.items() if word & 1)
 
 
 def _features_by_torch() -> frozenset[str]:
