@@ -110,13 +110,15 @@ def test_a_position_has_the_same_bits_alone_in_a_chain_in_a_batch_and_in_a_tree(
 
 
 @pytest.mark.parametrize("lead", [31, 32, 300, 319])
-@pytest.mark.parametrize("family", ["llama", "mistral sliding", "qwen3 wide heads"])
+@pytest.mark.parametrize(("family", "kv_cache"), [
+    ("llama", None), ("mistral sliding", None), ("qwen3 wide heads", None),
+    ("mistral, heads of 80", "int8"), ("qwen3 wide heads", "int8")])  # fmt: skip
 def test_a_branch_has_the_bits_of_the_chain_it_becomes_however_long_the_text(
-    family: str, lead: int
+    family: str, kv_cache: str | None, lead: int
 ) -> None:
     """Sums over the text are made of parts; none may end elsewhere because a token lies in another
     slot."""
-    target, stock = packed(family), Target(model(family))
+    target, stock = packed(family, kv_cache), Target(model(family), kv_cache=kv_cache)
     exact = Target(model(family, torch.float32))
     stock.fast = exact.fast = None
     text = torch.randint(96, (1, lead), generator=torch.Generator().manual_seed(3))
@@ -239,11 +241,11 @@ def test_results_are_bitwise_independent_of_threads() -> None:
     assert all(torch.equal(results[0], other) for other in results)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kv_cache"), CACHES)
 def test_absent_nodes_are_not_read_and_change_no_bit(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, kv_cache: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, dice = packed(family), torch.Generator().manual_seed(2)
+    target, dice = packed(family, kv_cache), torch.Generator().manual_seed(2)
     prompt, drafted = (torch.randint(96, (4, size), generator=dice) for size in (90, 11))
     drafted[0, 4] = 500                             # beyond the vocabulary: read as its last token
     drafted[1, [3, 6, 7, 10]] = drafted[2, 1:] = drafted[3, 5:] = ABSENT
@@ -256,7 +258,7 @@ def test_absent_nodes_are_not_read_and_change_no_bit(
             for store in (store for layer in cache.layers for store in layer.stores):
                 for row, length in enumerate(cache.lengths.tolist()):
                     # nor may what nobody wrote change a bit
-                    store[row, :, length:] = torch.nan
+                    store[row, :, length:] = torch.nan if store.is_floating_point() else 113
             if not spared:
                 monkeypatch.setattr(
                     "draftproof.forward.fused_forward._Present.of", lambda *asked: None
@@ -267,10 +269,10 @@ def test_absent_nodes_are_not_read_and_change_no_bit(
         assert reading.hidden is not None
         assert reading.logits.shape[:2] == reading.hidden.shape[:2] == (4, 11)
         row, node = tree.present.nonzero().unbind(1)
-        slots = [store[row, :, cache.lengths[row] + node]
+        slots = [store[row, :, cache.lengths[row] + node].flatten(1).double()
                  for layer in cache.layers for store in layer.stores]
         there = tree.present
-        read.append((reading.logits[there], reading.hidden[there], torch.cat(slots)))
+        read.append((reading.logits[there], reading.hidden[there], torch.cat(slots, 1)))
         assert spared or reading.logits.isfinite().all()
     assert all(torch.equal(item, other) for item, other in zip(*read, strict=True))
 

@@ -37,12 +37,15 @@ typedef struct {
 
 /* Queries of one key head in one row, and their working memory for the slots from `base`, a
  * multiple of SPAN, to `length`, and the `nodes` after it: heads and sums [count] [size], scores
- * and then probabilities [count][stride]. */
+ * and then probabilities [count][stride]. Over a store in 8 bits also words of the codes of heads
+ * [size / 4][count][2] and of probabilities [stride / 4][count][2], what a code of 1 of each head
+ * stands for, and sums of products of codes [count][2][whole rows]. */
 typedef struct {
     Query *queries;
     Held held;
     int64_t size, count, stride, base, earliest, length, nodes;
-    float *heads, *scores, *sums;
+    float *heads, *scores, *sums, *query_units;
+    int32_t *query_words, *chance_words, *code_sums;
 } Heard;
 
 static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
@@ -130,14 +133,6 @@ static void all_softened(const Heard *of, const Query *query, float *scores, Sof
     int64_t kept = apart ? 0 : deep;
     memset(scores + last + kept, 0, (size_t)(of->nodes - kept) * sizeof *scores);
     for (int64_t d = 0; apart && d < deep; d++) scores[last + query->path[d]] = on[d];
-    if (!of->held.value_scales) return;
-    /* the values that are added are codes */
-    for (int64_t s = first, left; s < last + of->nodes; s += LANES) {
-        left = last + of->nodes - s;
-        lanes share = loaded(scores + s) * partly(of->held.value_scales + base + s,
-                left < LANES ? left : LANES);
-        memcpy(scores + s, &share, sizeof share);
-    }
 }
 
 /* `CALL(n)` with n = `some`, 1 to TOGETHER: so many sums stay in registers. */
@@ -176,71 +171,62 @@ static void transposed_keys(const Heard *of, int64_t slot, int64_t i, int64_t so
     }
 }
 
-/* The `n`-th of the numbers in each word: two in bfloat16, or four codes of 8 bits. */
-ALWAYS lanes number_of(bits word, const int coded, const int n) {
-    if (coded) return number((bits)((words)word << (24 - 8 * n)) >> 24);
-    return (lanes)(n ? word & ~0xffff : word << 16);
-}
+/* The `n`-th of the two numbers in each word. */
+ALWAYS lanes number_of(bits word, const int n) { return (lanes)(n ? word & ~0xffff : word << 16); }
 
 /* Continues the scores of `some` queries from `first` on for the BLOCK slots from `slot` on by the
  * `count` words in the tile, whose first is the `i`-th number. Each score is a sum along size.
  * Prefetches the same words of keys 2 * BLOCK slots ahead, while it reads the tile for the first
  * queries. */
-ALWAYS void scored(const Heard *of, int64_t first, const int some, const int coded, int64_t slot,
-        int64_t i, int64_t count, const lanes *tile, float scale) {
-    const int each = coded ? 4 : 2;
+ALWAYS void scored(const Heard *of, int64_t first, const int some, int64_t slot, int64_t i,
+        int64_t count, const lanes *tile, float scale) {
     const float *heads = of->heads + first * of->size + i;
     float *scores = of->scores + first * of->stride + slot - of->base;
-    int64_t bytes = of->size * 4 / each;
-    const char *ahead = (const char *)of->held.keys + (slot + 2 * BLOCK) * bytes + i * 4 / each;
+    int64_t bytes = of->size * (int64_t)sizeof(bf16);
+    const char *ahead = (const char *)of->held.keys + (slot + 2 * BLOCK) * bytes + i * 2;
     lanes sum[TOGETHER];
     _Pragma("GCC unroll 8") for (int q = 0; q < some; q++)
         sum[q] = i ? loaded(scores + q * of->stride) : (lanes){};
     for (int64_t w = 0; w < count; w++) {
         if (!first && w < BLOCK) __builtin_prefetch(ahead + w * bytes);
-        _Pragma("GCC unroll 4") for (int n = 0; n < each; n++) {
-            lanes key = number_of((bits)tile[w], coded, n);
+        _Pragma("GCC unroll 2") for (int n = 0; n < 2; n++) {
+            lanes key = number_of((bits)tile[w], n);
             _Pragma("GCC unroll 8") for (int q = 0; q < some; q++)
-                sum[q] += key * heads[q * of->size + each * w + n];
+                sum[q] += key * heads[q * of->size + 2 * w + n];
         }
     }
-    if (i + each * count == of->size) {
-        lanes factor = spread(scale);
-        int64_t keys = of->length + of->nodes - slot;
-        if (coded) factor *= partly(of->held.key_scales + slot, keys < BLOCK ? keys : BLOCK);
-        _Pragma("GCC unroll 8") for (int q = 0; q < some; q++) sum[q] *= factor;
-    }
+    if (i + 2 * count == of->size)
+        _Pragma("GCC unroll 8") for (int q = 0; q < some; q++) sum[q] *= scale;
     _Pragma("GCC unroll 8") for (int q = 0; q < some; q++)
         memcpy(scores + q * of->stride, &sum[q], sizeof sum[q]);
 }
 
 static void all_scored(const Heard *of, float scale) {
     int64_t first = of->earliest > of->base ? of->earliest / BLOCK * BLOCK : of->base;
-    int64_t each = of->held.key_scales ? 4 : 2;
     lanes tile[WORDS];
     for (int64_t s = first; s < of->length + of->nodes; s += BLOCK)
-        for (int64_t i = 0, count; i < of->size; i += each * count) {
-            count = of->size - i < each * WORDS ? (of->size - i) / each : WORDS;
+        for (int64_t i = 0, count; i < of->size; i += 2 * count) {
+            count = of->size - i < 2 * WORDS ? (of->size - i) / 2 : WORDS;
             transposed_keys(of, s, i, count, tile);
-#define SCORED(n) each == 4 ? scored(of, q, n, 1, s, i, count, tile, scale) \
-        : scored(of, q, n, 0, s, i, count, tile, scale)
+#define SCORED(n) scored(of, q, n, s, i, count, tile, scale)
             for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SCORED)
         }
 }
 
-/* LANES numbers of the values of a slot, or their codes, from the `i`-th on. */
-ALWAYS lanes value_at(const Heard *of, const int coded, int64_t slot, int64_t i) {
-    if (!coded) return wide((const bf16 *)of->held.values + slot * of->size + i);
-    return number(from_bytes((const int8_t *)of->held.values + slot * of->size + i));
+#include "attention_codes.h"
+
+/* LANES numbers of the values of a slot, from the `i`-th on. */
+ALWAYS lanes value_at(const Heard *of, int64_t slot, int64_t i) {
+    return wide((const bf16 *)of->held.values + slot * of->size + i);
 }
 
 /* Continues the sums of values of `some` queries from `first` on over slots `from` to `to`, V
  * vectors at a time. Prefetches slots NEAR ahead. */
-ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int coded, const int V,
-        int64_t from, int64_t to) {
+ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int V, int64_t from,
+        int64_t to) {
     const float *chances = of->scores + first * of->stride - of->base;
     const char *values = of->held.values;
-    int64_t bytes = coded ? 1 : (int64_t)sizeof(bf16);
+    int64_t bytes = (int64_t)sizeof(bf16);
     for (int64_t i = 0; i < of->size; i += V * LANES) {
 #define EACH_SUM _Pragma("GCC unroll 8") for (int q = 0; q < some; q++) \
         _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
@@ -250,7 +236,7 @@ ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int 
         for (int64_t s = from; s < to; s++) {
             lanes value[4];
             _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
-                value[v] = value_at(of, coded, s, i + v * LANES);
+                value[v] = value_at(of, s, i + v * LANES);
             _Pragma("GCC unroll 2") for (int v = 0; v < V; v += 2)
                 __builtin_prefetch(values + ((s + NEAR) * of->size + i + v * LANES) * bytes);
             EACH_SUM sum[q][v] += chances[q * of->stride + s] * value[v];
@@ -262,19 +248,19 @@ ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int 
 
 /* Sums of values of `some` queries from `first` on, over slots `from` to `to`, in groups that stay
  * in the L1 cache, and these `count` slots after them. */
-ALWAYS void summed(const Heard *of, int64_t first, const int some, const int coded, int64_t from,
-        int64_t to, const int64_t *slots, int64_t count) {
+ALWAYS void summed(const Heard *of, int64_t first, const int some, int64_t from, int64_t to,
+        const int64_t *slots, int64_t count) {
     memset(of->sums + first * of->size, 0, (size_t)(some * of->size) * sizeof(float));
     for (int64_t s = from, next; s < to; s = next) {
         next = s + NEAR < to ? s + NEAR : to;
         if (some <= MOST_OF_FOUR && of->size % (4 * LANES) == 0)
-            summed_on(of, first, some, coded, 4, s, next);
+            summed_on(of, first, some, 4, s, next);
         else if (some <= MOST_OF_TWO && of->size % (2 * LANES) == 0)
-            summed_on(of, first, some, coded, 2, s, next);
-        else summed_on(of, first, some, coded, 1, s, next);
+            summed_on(of, first, some, 2, s, next);
+        else summed_on(of, first, some, 1, s, next);
     }
     for (int64_t n = 0; n < count; n++)
-        summed_on(of, first, some, coded, 1, slots[n], slots[n] + 1);
+        summed_on(of, first, some, 1, slots[n], slots[n] + 1);
 }
 
 /* All slots with positions in the span from `begin` on, except those of nodes on no path, which may
@@ -290,8 +276,11 @@ static void all_summed(const Heard *of, int64_t begin) {
     }
     int64_t from = of->earliest > begin ? of->earliest : begin;
     int64_t to = of->length < end ? of->length : end;
-#define SUMMED(n) of->held.key_scales ? summed(of, q, n, 1, from, to, slots, some) \
-        : summed(of, q, n, 0, from, to, slots, some)
+    if (of->held.value_scales) {
+        all_codes_summed(of, &(Slots){from, to > from ? to : from, some, slots});
+        return;
+    }
+#define SUMMED(n) summed(of, q, n, from, to, slots, some)
     for (int64_t q = 0; q < of->count; q += TOGETHER) WITH_NUMBER(of->count - q, SUMMED)
 }
 
@@ -344,10 +333,15 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
     Heard heard = {
         .queries = queries, .held = held, .size = size, .count = count, .stride = stride,
         .earliest = length,
-        .heads = scratch(count * (stride + 3 * size)),
+        .heads = scratch(count * (stride + 3 * size + (held.key_scales
+                ? 1 + (size + stride) / 2 + 2 * whole_rows(size) : 0))),
     };
     float *all = heard.heads + count * size;
     heard.sums = all + count * size, heard.scores = heard.sums + count * size;
+    heard.query_units = heard.scores + count * stride;
+    heard.code_sums = (int32_t *)(heard.query_units + count);
+    heard.query_words = heard.code_sums + 2 * count * whole_rows(size);
+    heard.chance_words = heard.query_words + count * size / 2;
     for (int64_t q = 0; q < count; q++) {
         int64_t place = (from + q) / group, node = node_at(read, row, place);
         int64_t head = key_head * group + (from + q) % group;
@@ -361,6 +355,8 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
             lanes number = wide(own + i);
             memcpy(heard.heads + q * size + i, &number, sizeof number);
         }
+        if (held.key_scales) heard.query_units[q] = encoded_query(heard.heads + q * size, size,
+                heard.query_words + 2 * q, 2 * count);
         for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
         whole[q] = (Softmax){0, 0};
@@ -378,7 +374,7 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
             continue;
         }
         int64_t some = (heard.length + heard.nodes - base + SPAN - 1) / SPAN;
-        all_scored(&heard, read->scale);
+        (held.key_scales ? all_codes_scored : all_scored)(&heard, read->scale);
         for (int64_t q = 0; q < count; q++) {
             all_softened(&heard, queries + q, heard.scores + q * stride, found);
             for (int64_t s = 0; s < some; s++) parts[s][q] = found[s];

@@ -38,12 +38,6 @@ static inline float single(uint16_t x) {
     return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(x))), 0);
 }
 
-static inline bits from_bytes(const void *from) {
-    uint32_t codes;
-    memcpy(&codes, from, sizeof codes);
-    return (bits)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(codes))));
-}
-
 static inline bits from_unsigned_bytes(const void *from) {
     uint32_t codes;
     memcpy(&codes, from, sizeof codes);
@@ -102,6 +96,28 @@ ALWAYS bits dotted(bits sum, bits weights, int32_t codes) {
     int16x8_t first = vmull_s8(vget_low_s8(w), vget_low_s8(x)), second = vmull_high_s8(w, x);
     return (bits)vpadalq_s16((int32x4_t)sum, vpaddq_s16(first, second));
 #endif
+}
+
+/* Sums of products of the four codes of each lane, -127 to 127, with the same four digits, 0 to
+ * 127. */
+ALWAYS bits dotted_digits(bits sum, bits codes, int32_t digits) {
+    int8x16_t x = (int8x16_t)vdupq_n_s32(digits), y = (int8x16_t)codes;
+#ifdef __ARM_FEATURE_DOTPROD
+    return (bits)vdotq_s32((int32x4_t)sum, x, y);
+#else                                           /* two products fit in 16 bits */
+    int16x8_t first = vmull_s8(vget_low_s8(x), vget_low_s8(y)), second = vmull_high_s8(x, y);
+    return (bits)vpadalq_s16((int32x4_t)sum, vpaddq_s16(first, second));
+#endif
+}
+
+/* Bytes of four rows side by side: lane j of vector k has those at 4 k + j. */
+ALWAYS void interleaved(const bits *rows, bits *to) {
+    int8x16_t a = (int8x16_t)rows[0], b = (int8x16_t)rows[1], c = (int8x16_t)rows[2],
+            d = (int8x16_t)rows[3];
+    int16x8_t one = (int16x8_t)vzip1q_s8(a, b), two = (int16x8_t)vzip2q_s8(a, b),
+            other = (int16x8_t)vzip1q_s8(c, d), last = (int16x8_t)vzip2q_s8(c, d);
+    to[0] = (bits)vzip1q_s16(one, other), to[1] = (bits)vzip2q_s16(one, other);
+    to[2] = (bits)vzip1q_s16(two, last), to[3] = (bits)vzip2q_s16(two, last);
 }
 
 #if MATRICES

@@ -57,12 +57,6 @@ static inline uint16_t half(float x) {
 
 static inline float single(uint16_t x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x))); }
 
-static inline bits from_bytes(const void *from) {
-    __m128i codes = {};
-    memcpy(&codes, from, LANES);
-    return (bits)WIDE(cvtepi8_epi32)(codes);
-}
-
 static inline bits from_unsigned_bytes(const void *from) {
     __m128i codes = {};
     memcpy(&codes, from, LANES);
@@ -133,6 +127,30 @@ ALWAYS bits dotted(bits sum, bits weights, int32_t codes) {
 #endif
 }
 #endif
+
+/* Sums of products of the four codes of each lane, -127 to 127, with the same four digits, 0 to
+ * 127. */
+ALWAYS bits dotted_digits(bits sum, bits codes, int32_t digits) {
+    integers all = WIDE(set1_epi32)(digits);
+#if defined(__AVX512VNNI__)
+    return (bits)_mm512_dpbusd_epi32((__m512i)sum, all, (__m512i)codes);
+#elif defined(__AVXVNNI__)
+    return (bits)_mm256_dpbusd_avx_epi32((__m256i)sum, all, (__m256i)codes);
+#else                                           /* two products fit in 16 bits */
+    __m256i pairs = _mm256_maddubs_epi16(all, (__m256i)codes);
+    return sum + (bits)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+
+/* Bytes of four rows side by side: lane 4 l + j of vector k has those at 16 l + 4 k + j. */
+ALWAYS void interleaved(const bits *rows, bits *to) {
+    integers one = WIDE(unpacklo_epi8)((integers)rows[0], (integers)rows[1]),
+            two = WIDE(unpackhi_epi8)((integers)rows[0], (integers)rows[1]),
+            other = WIDE(unpacklo_epi8)((integers)rows[2], (integers)rows[3]),
+            last = WIDE(unpackhi_epi8)((integers)rows[2], (integers)rows[3]);
+    to[0] = (bits)WIDE(unpacklo_epi16)(one, other), to[1] = (bits)WIDE(unpackhi_epi16)(one, other);
+    to[2] = (bits)WIDE(unpacklo_epi16)(two, last), to[3] = (bits)WIDE(unpackhi_epi16)(two, last);
+}
 
 #ifdef __AVX512BF16__
 /* Sums of products of the two weights of each lane, in bfloat16, with the same two numbers. */
