@@ -39,13 +39,16 @@ typedef struct {
  * multiple of SPAN, to `length`, and the `nodes` after it: heads and sums [count] [size], scores
  * and then probabilities [count][stride]. Over a store in 8 bits also words of the codes of heads
  * [size / 4][count][2] and of probabilities [stride / 4][count][2], what a code of 1 of each head
- * stands for, and sums of products of codes [count][2][whole rows]. */
+ * stands for, and sums of products of codes [count][2][whole rows]; and for tiles, words of heads
+ * [group][size / 4][GROUP][2] and digits of probabilities [count][2][tile_stride]. */
 typedef struct {
     Query *queries;
     Held held;
     int64_t size, count, stride, base, earliest, length, nodes;
     float *heads, *scores, *sums, *query_units;
-    int32_t *query_words, *chance_words, *code_sums;
+    int32_t *query_words, *chance_words, *code_sums, *query_tiles;
+    uint8_t *chance_tiles;
+    int64_t tile_stride;
 } Heard;
 
 static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
@@ -328,20 +331,25 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
     int64_t begin = start_of(read, row), count = to - from, length = read->lengths[row];
     int64_t stride = (SPAN + nodes + BLOCK - 1) / BLOCK * BLOCK + LANES, paths[count][nodes];
     int64_t most = nodes / SPAN + 2;                        /* spans after the full ones */
+    int64_t groups = whole_groups(count);
     Query queries[count];
     Softmax found[most], whole[count], parts[most][count];
     Heard heard = {
         .queries = queries, .held = held, .size = size, .count = count, .stride = stride,
         .earliest = length,
-        .heads = scratch(count * (stride + 3 * size + (held.key_scales
-                ? 1 + (size + stride) / 2 + 2 * whole_rows(size) : 0))),
+        .tile_stride = stride + 64,
+        .heads = scratch(count * (stride + 3 * size) + (held.key_scales
+                ? groups * (1 + size + stride + 64 + 2 * whole_rows(size)) : 0)),
     };
     float *all = heard.heads + count * size;
     heard.sums = all + count * size, heard.scores = heard.sums + count * size;
     heard.query_units = heard.scores + count * stride;
-    heard.code_sums = (int32_t *)(heard.query_units + count);
-    heard.query_words = heard.code_sums + 2 * count * whole_rows(size);
-    heard.chance_words = heard.query_words + count * size / 2;
+    heard.code_sums = (int32_t *)(heard.query_units + groups);
+    heard.query_words = heard.code_sums + 2 * groups * whole_rows(size);
+    heard.query_tiles = heard.query_words + groups * size / 2;
+    heard.chance_words = heard.query_tiles + groups * size / 2;
+    heard.chance_tiles = (uint8_t *)heard.chance_words;     /* either of them */
+    if (held.key_scales && by_tiles(size)) codes_tiled();
     for (int64_t q = 0; q < count; q++) {
         int64_t place = (from + q) / group, node = node_at(read, row, place);
         int64_t head = key_head * group + (from + q) % group;
@@ -355,8 +363,7 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
             lanes number = wide(own + i);
             memcpy(heard.heads + q * size + i, &number, sizeof number);
         }
-        if (held.key_scales) heard.query_units[q] = encoded_query(heard.heads + q * size, size,
-                heard.query_words + 2 * q, 2 * count);
+        if (held.key_scales) heard.query_units[q] = encoded_query(&heard, q);
         for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
         whole[q] = (Softmax){0, 0};
@@ -491,6 +498,7 @@ static void attend_parts(const void *work, int64_t first, int64_t last) {
         if (from < own) attended(read, of->layer, row, head, held_of(read, of->stores, which),
                 of->inner, of->norm, of->out, from, to, 0, read->lengths[row] / SPAN + 1, NULL);
     }
+    codes_released();
 }
 
 /* Spans of key heads, counted over all rows. */
@@ -507,6 +515,7 @@ static void attend_spans(const void *work, int64_t first, int64_t last) {
                     held_of(read, of->stores, which), of->inner, of->norm, NULL, from,
                     from + MOST < own ? from + MOST : own, span, span + 1, &spans);
     }
+    codes_released();
 }
 
 /* Merges the spans of key heads, counted over all rows. */

@@ -3,6 +3,7 @@
  * Queries and probabilities get codes too, of 14 bits, so that a product is a sum of products of
  * bytes. Sums of integers are exact, in whatever order they are made. Included by attention.c. */
 #pragma once
+#include "tiles.h"
 
 /* A code of 14 bits is two digits of 7 bits, since two products of a digit and a code fit in 16
  * bits. Queries are less by ZERO than their codes, which are not negative. */
@@ -11,6 +12,31 @@ enum { DIGIT = 7, LARGEST_CODE = (1 << 2 * DIGIT) - 1, ZERO = 1 << (2 * DIGIT - 
  * hold the sums of both digits: with one vector of values, and with two. */
 enum { NEAR_CODES = 64, FOUR = 4, TOGETHER_CODES = LANES == 8 ? 4 : 8,
     MOST_CODES_OF_TWO = LANES == 8 ? 0 : 6 };
+
+/* The queries whose digits are the rows, or the columns, of a tile. */
+enum { GROUP = 8 };
+
+/* Queries up to whole groups, for which there is memory. */
+static inline int64_t whole_groups(int64_t count) { return (count + GROUP - 1) / GROUP * GROUP; }
+
+/* Whether tiles multiply heads of this size. */
+static inline int by_tiles(int64_t size) { return TILES && size % 64 == 0; }
+
+/* Configures the thread's tiles for codes; releases them. */
+static void codes_tiled(void) {
+#if TILES
+    enum { WHOLE_TILES = -1 };
+    Tiles tiles = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) tiles.bytes[tile] = 64, tiles.rows[tile] = 16;
+    configured(&tiles, WHOLE_TILES);
+#endif
+}
+
+static void codes_released(void) {
+#if TILES
+    if (tile_form) tiles_released();
+#endif
+}
 
 /* Numbers of a row of values, up to whole vectors of bytes. */
 static inline int64_t whole_rows(int64_t size) {
@@ -34,9 +60,16 @@ static inline void put_words(const uint8_t *upper, const uint8_t *lower, int64_t
     }
 }
 
-/* Writes the codes of a query's numbers, as `put_words`; returns what a code of 1 stands for, NaN if
- * a number is NaN. */
-static float encoded_query(const float *numbers, int64_t size, int32_t *words, int64_t stride) {
+/* The word of a group's first query in tiles of queries [group][size / 4][GROUP][2]. */
+static inline int32_t *tile_of(const Heard *of, int64_t query) {
+    return of->query_tiles + query / GROUP * of->size / 4 * 2 * GROUP;
+}
+
+/* Writes the codes of a query's numbers, as `put_words`, and for tiles, with signed upper digits;
+ * returns what a code of 1 stands for, NaN if a number is NaN. */
+static float encoded_query(const Heard *of, int64_t query) {
+    int64_t size = of->size;
+    const float *numbers = of->heads + query * size;
     uint8_t upper[WIDEST], lower[WIDEST];
     lanes top = {};
     bits broken = {};
@@ -49,7 +82,11 @@ static float encoded_query(const float *numbers, int64_t size, int32_t *words, i
     for (int64_t i = 0; i < size; i += LANES)
         put_digits((nearest_integers(loaded(numbers + i) * inverse) + ZERO) & LARGEST_CODE,
                 upper + i, lower + i);
-    put_words(upper, lower, size / 4, words, stride);
+    put_words(upper, lower, size / 4, of->query_words + 2 * query, 2 * of->count);
+    if (by_tiles(size)) {
+        for (int64_t i = 0; i < size; i++) upper[i] -= ZERO >> DIGIT;
+        put_words(upper, lower, size / 4, tile_of(of, query) + query % GROUP * 2, 2 * GROUP);
+    }
     return some_of(broken) ? NAN : most / (ZERO - 1);
 }
 
@@ -71,17 +108,60 @@ ALWAYS void scored_codes(const Heard *of, int64_t first, const int some, int64_t
     }
 }
 
+/* `CALL(c, keys, words)` for each 64 numbers of a head of 64, 128, 192 or 256: the tiles of keys, and
+ * of words of queries. */
+#define EACH_TILE(size, CALL) CALL(0, 4, 1) \
+    if (size > 64) { CALL(1, 5, 2) } \
+    if (size > 128) { CALL(2, 6, 3) } \
+    if (size > 192) { CALL(3, 7, 1) }
+
+/* As `scored_codes`, by tiles, for all queries and BLOCK whole keys. A tile's rows are keys, its
+ * columns the digits of queries. */
+static void scored_by_tiles(const Heard *of, int64_t slot, lanes factor) {
+#if TILES
+    const char *keys = (const char *)of->held.keys + slot * of->size;
+#define LOAD_KEYS(c, to, other) _tile_loadd(to, keys + 64 * c, of->size);
+    EACH_TILE(of->size, LOAD_KEYS)
+    for (int64_t first = 0; first < of->count; first += GROUP) {
+        const int32_t *words = tile_of(of, first);
+        lanes sums[BLOCK];
+        _tile_zero(0);
+#define ADD_KEYS(c, from, to) \
+        _tile_loadd(to, words + c * WORDS * 2 * GROUP, 64); _tile_dpbssd(0, from, to);
+        EACH_TILE(of->size, ADD_KEYS)
+        _tile_stored(0, sums, sizeof *sums);
+        WRITTEN;
+        transposed(sums);
+        for (int64_t q = first; q < first + GROUP && q < of->count; q++) {
+            bits upper = (bits)sums[2 * (q - first)], lower = (bits)sums[2 * (q - first) + 1];
+            lanes score = number((upper << DIGIT) + lower) * (factor * of->query_units[q]);
+            memcpy(of->scores + q * of->stride + slot - of->base, &score, sizeof score);
+        }
+    }
+#else
+    (void)of, (void)slot, (void)factor;
+#endif
+}
+
+/* Prefetches the BLOCK keys from `slot` on. */
+static inline void prefetched_keys(const Heard *of, int64_t slot) {
+    const char *from = (const char *)of->held.keys + slot * of->size;
+    for (int64_t i = 0; i < BLOCK * of->size; i += 64) __builtin_prefetch(from + i);
+}
+
 static void all_codes_scored(const Heard *of, float scale) {
     int64_t first = of->earliest > of->base ? of->earliest / BLOCK * BLOCK : of->base;
     for (int64_t s = first; s < of->length + of->nodes; s += BLOCK) {
+        prefetched_keys(of, s + 2 * BLOCK);
+        if (by_tiles(of->size) && s + BLOCK <= of->length + of->nodes) {
+            scored_by_tiles(of, s, wide(of->held.key_scales + s) * scale);
+            continue;
+        }
         lanes tile[WIDEST / 4];
         bits sums[4] = {};
         int64_t keys = of->length + of->nodes - s, words = of->size / 4;
-        for (int64_t w = 0; w < words; w += WORDS) {
+        for (int64_t w = 0; w < words; w += WORDS)
             transposed_keys(of, s, 4 * w, words - w < WORDS ? words - w : WORDS, tile + w);
-            const char *ahead = (const char *)of->held.keys + (s + 2 * BLOCK) * of->size + 4 * w;
-            for (int k = 0; k < BLOCK; k++) __builtin_prefetch(ahead + k * of->size);
-        }
         for (int64_t w = 0; w < words; w++)
             sums[w % 4] = dotted_digits(sums[w % 4], (bits)tile[w], 0x01010101);
         bits zeros = (sums[0] + sums[1] + (sums[2] + sums[3])) * ZERO;
@@ -109,14 +189,14 @@ static inline int64_t slot_at(const Slots *slots, int64_t i) {
     return i < whole ? slots->from + i : slots->nodes[i - whole];
 }
 
-/* Writes the codes of a query's probabilities, each times the scale of its slot's values, as
- * `put_words`, with zeros up to a multiple of four; returns what a code of 1 stands for. */
-static float encoded_chances(const Heard *of, const float *scores, const Slots *slots,
-        int32_t *words) {
+/* Writes the codes of a query's probabilities, each times the scale of its slot's values, with zeros
+ * up to a multiple of four: as `put_words`, or for tiles, in which they are rows. Returns what a
+ * code of 1 stands for. */
+static float encoded_chances(const Heard *of, int64_t query, const Slots *slots) {
     int64_t whole = slots->to - slots->from, count = number_of_slots(slots);
     float chances[SPAN + of->nodes + LANES];
-    uint8_t upper[SPAN + of->nodes + LANES], lower[SPAN + of->nodes + LANES];
-    const float *at = scores - of->base;
+    uint8_t held[2][SPAN + of->nodes + LANES], *upper = held[0], *lower = held[1];
+    const float *at = of->scores + query * of->stride - of->base;
     const bf16 *scales = of->held.value_scales;
     lanes top = {};
     for (int64_t i = 0; i < whole; i += LANES) {
@@ -138,9 +218,15 @@ static float encoded_chances(const Heard *of, const float *scores, const Slots *
         top = larger(chance, top);
     }
     float most = largest(top), inverse = most > 0 ? LARGEST_CODE / most : 0;
+    if (by_tiles(of->size)) {
+        upper = of->chance_tiles + 2 * query * of->tile_stride, lower = upper + of->tile_stride;
+        memset(upper + count / 64 * 64, 0, 64), memset(lower + count / 64 * 64, 0, 64);
+    }
     for (int64_t i = 0; i < count; i += LANES)
         put_digits(nearest_integers(loaded(chances + i) * inverse), upper + i, lower + i);
-    put_words(upper, lower, (count + FOUR - 1) / FOUR, words, 2 * of->count);
+    if (!by_tiles(of->size))
+        put_words(upper, lower, (count + FOUR - 1) / FOUR, of->chance_words + 2 * query,
+                2 * of->count);
     return most / LARGEST_CODE;
 }
 
@@ -196,6 +282,31 @@ ALWAYS void summed_codes_on(const Heard *of, int64_t first, const int some, cons
     }
 }
 
+/* As `summed_codes_on`, by tiles, for all queries over the NEAR_CODES slots from the `i`-th on. A
+ * tile's rows are the digits of queries, its columns numbers of a head. */
+static void summed_by_tiles(const Heard *of, int64_t i, const bits *values) {
+#if TILES
+    int64_t line = of->size * (int64_t)sizeof(int32_t);
+    WRITTEN;
+    for (int64_t first = 0; first < of->count; first += GROUP) {
+        _tile_loadd(4, of->chance_tiles + 2 * first * of->tile_stride + i, of->tile_stride);
+        for (int64_t v = 0; v < of->size / LANES; v += 4) {
+            int32_t *sums = of->code_sums + 2 * first * of->size + v * LANES;
+#define EACH_OF_FOUR(CALL) CALL(0, 5) CALL(1, 6) CALL(2, 7) CALL(3, 5)
+#define BEGIN_SUM(u, other) if (i) _tile_loadd(u, sums + u * LANES, line); else _tile_zero(u);
+            EACH_OF_FOUR(BEGIN_SUM)
+#define ADD_VALUES(u, to) _tile_loadd(to, values + v + u, line); _tile_dpbusd(u, 4, to);
+            EACH_OF_FOUR(ADD_VALUES)
+#define END_SUM(u, other) _tile_stored(u, sums + u * LANES, line);
+            EACH_OF_FOUR(END_SUM)
+        }
+    }
+    WRITTEN;
+#else
+    (void)of, (void)i, (void)values;
+#endif
+}
+
 /* The numbers that sums of both digits stand for, in the order of `interleaved`. */
 static void decoded_sums(const int32_t *sums, float unit, float *out, int64_t size) {
     int64_t whole = whole_rows(size);
@@ -217,12 +328,14 @@ static void all_codes_summed(const Heard *of, const Slots *slots) {
     bits values[NEAR_CODES / FOUR * WIDEST / LANES];
     float units[of->count];
     memset(of->code_sums, 0, (size_t)(2 * of->count * whole) * sizeof *of->code_sums);
-    for (int64_t q = 0; q < of->count; q++)
-        units[q] = encoded_chances(of, of->scores + q * of->stride, slots,
-                of->chance_words + 2 * q);
+    for (int64_t q = 0; q < of->count; q++) units[q] = encoded_chances(of, q, slots);
     for (int64_t i = 0; i < count; i += NEAR_CODES) {
         int64_t some = count - i < NEAR_CODES ? count - i : NEAR_CODES;
         interleaved_values(of, slots, i, some, values);
+        if (by_tiles(of->size)) {
+            summed_by_tiles(of, i, values);
+            continue;
+        }
         int64_t fours = (some + FOUR - 1) / FOUR;
         const int32_t *words = of->chance_words + i / FOUR * 2 * of->count;
 #define SUMMED_CODES(n) n <= MOST_CODES_OF_TWO \

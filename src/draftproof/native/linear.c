@@ -5,11 +5,9 @@
 #pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
 #endif
 #include "linear_vectors.h"
-#ifdef __AMX_TILE__
-#define TILES 1
+#include "tiles.h"
+#if TILES
 #include "linear_tiles.h"
-#else
-#define TILES 0
 #endif
 #include "linear_blocks.h"
 

@@ -6,6 +6,7 @@
 #endif
 
 #include "linear.h"
+#include "tiles.h"
 
 /* A chunk has up to TILE_ROWS rows, and a block is one tile. Weights are prefetched EARLY steps
  * ahead; a step is TILE_BLOCK words of a strip, and STEPS of them are made at a time. */
@@ -25,39 +26,17 @@ static int tiles_allowed(void) {
 #endif
 }
 
-/* The shapes of a thread's tiles. */
-typedef struct {
-    uint8_t palette, start, nothing[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} Tiles;
-
-/* Forces the sources of tiles into memory: compilers do not know that tile loads read them. */
-#define WRITTEN __asm__ volatile("" ::: "memory")
-
-/* of a thread's tiles; 0 if it has none */
-static _Thread_local int64_t tile_form;
-
 /* Configures tiles for chunks of so many rows, of which the lower may have none, and for so many
  * words of weights: sums 0 to 3, rows 4 and 5, weights 6, 7. */
 static void tiled(int64_t upper, int64_t lower, int64_t words) {
     int64_t wanted = (upper * (TILE_ROWS + 1) + lower) * (TILE_BLOCK + 1) + words;
-    if (tile_form == wanted) return;
-    tile_form = wanted;
     uint8_t first = (uint8_t)upper, second = (uint8_t)(lower ? lower : upper);
     uint8_t weights = (uint8_t)words;
     Tiles tiles = {.palette = 1,
         .rows = {first, first, second, second, first, second, weights, weights}};
     for (int tile = 0; tile < 8; tile++)
         tiles.bytes[tile] = tile == 4 || tile == 5 ? (uint16_t)(4 * words) : 64;
-    WRITTEN;
-    _tile_loadconfig(&tiles);
-}
-
-/* Releases the thread's tiles. */
-static void tiles_released(void) {
-    _tile_release();
-    tile_form = 0;
+    configured(&tiles, wanted);
 }
 
 /* Prefetches the weights EARLY steps after those of step `i`. */
