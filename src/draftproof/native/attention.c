@@ -4,6 +4,7 @@
 #pragma GCC optimize("no-tree-pre")             /* which keeps sums in memory */
 #endif
 #include "model.h"
+#include "tiles.h"
 
 /* Keys are taken BLOCK at a time, WORDS of 32 bits of each, a line of the cache; queries
  * TOGETHER; and a thread takes up to MOST queries. */
@@ -40,7 +41,8 @@ typedef struct {
  * and then probabilities [count][stride]. Over a store in 8 bits also words of the codes of heads
  * [size / 4][count][2] and of probabilities [stride / 4][count][2], what a code of 1 of each head
  * stands for, and sums of products of codes [count][2][whole rows]; and for tiles, words of heads
- * [group][size / 4][GROUP][2] and digits of probabilities [count][2][tile_stride]. */
+ * [group][size / 4][GROUP][2] and digits of probabilities [count][2][tile_stride]. Over bfloat16,
+ * tiles have words of heads [count / 16][size / 2][16]. */
 typedef struct {
     Query *queries;
     Held held;
@@ -204,9 +206,69 @@ ALWAYS void scored(const Heard *of, int64_t first, const int some, int64_t slot,
         memcpy(scores + q * of->stride, &sum[q], sizeof sum[q]);
 }
 
+#if TILES
+/* Whether tiles multiply keys in bfloat16. */
+static inline int in_tiles(const Heard *of) {
+    return !of->held.key_scales && of->size % (2 * WORDS) == 0;
+}
+
+/* Tiles of BLOCK queries, whose columns are queries, and their rows words of a head. */
+static void query_put_in_tiles(const Heard *of, int64_t query) {
+    int32_t *to = of->query_tiles + query / BLOCK * of->size / 2 * BLOCK + query % BLOCK;
+    bf16 numbers[WIDEST];
+    for (int64_t i = 0; i < of->size; i += LANES)
+        narrowed(numbers + i, loaded(of->heads + query * of->size + i));
+    for (int64_t w = 0; w < of->size / 2; w++)
+        memcpy(to + w * BLOCK, numbers + 2 * w, sizeof *to);
+}
+
+/* The scores of all queries for the BLOCK keys from `slot` on, by tiles, whose rows are keys. */
+static void scored_in_tiles(const Heard *of, int64_t slot, float scale) {
+    int64_t size = of->size, line = size * (int64_t)sizeof(bf16);
+    int64_t keys = of->length + of->nodes - slot;
+    const char *from = (const char *)of->held.keys + slot * line;
+    bf16 last[BLOCK * WIDEST];
+    for (int64_t i = 0; i < BLOCK * line; i += 64) __builtin_prefetch(from + 2 * BLOCK * line + i);
+    if (keys < BLOCK) {
+        memset(last, 0, (size_t)(BLOCK * line));
+        memcpy(last, from, (size_t)(keys * line));
+        from = (const char *)last;
+    }
+    for (int64_t first = 0; first < of->count; first += BLOCK) {
+        const int32_t *words = of->query_tiles + first * size / 2;
+        lanes scores[BLOCK];
+        WRITTEN;
+        _tile_zero(0);
+        for (int64_t i = 0; i < size; i += 4 * WORDS) {
+            _tile_loadd(1, from + i * 2, line);
+            _tile_loadd(2, words + i / 2 * BLOCK, 64);
+            _tile_dpbf16ps(0, 1, 2);
+            if (i + 2 * WORDS == size) break;
+            _tile_loadd(3, from + i * 2 + 64, line);
+            _tile_loadd(4, words + (i / 2 + WORDS) * BLOCK, 64);
+            _tile_dpbf16ps(0, 3, 4);
+        }
+        _tile_stored(0, scores, sizeof *scores);
+        WRITTEN;
+        transposed(scores);
+        for (int64_t q = first; q < first + BLOCK && q < of->count; q++) {
+            lanes score = scores[q - first] * scale;
+            memcpy(of->scores + q * of->stride + slot - of->base, &score, sizeof score);
+        }
+    }
+}
+#endif
+
 static void all_scored(const Heard *of, float scale) {
     int64_t first = of->earliest > of->base ? of->earliest / BLOCK * BLOCK : of->base;
     lanes tile[WORDS];
+#if TILES
+    if (in_tiles(of)) {
+        for (int64_t s = first; s < of->length + of->nodes; s += BLOCK)
+            scored_in_tiles(of, s, scale);
+        return;
+    }
+#endif
     for (int64_t s = first; s < of->length + of->nodes; s += BLOCK)
         for (int64_t i = 0, count; i < of->size; i += 2 * count) {
             count = of->size - i < 2 * WORDS ? (of->size - i) / 2 : WORDS;
@@ -339,7 +401,8 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
         .earliest = length,
         .tile_stride = stride + 64,
         .heads = scratch(count * (stride + 3 * size) + (held.key_scales
-                ? groups * (1 + size + stride + 64 + 2 * whole_rows(size)) : 0)),
+                ? groups * (1 + size + stride + 64 + 2 * whole_rows(size))
+                : (count + BLOCK) * size / 2)),
     };
     float *all = heard.heads + count * size;
     heard.sums = all + count * size, heard.scores = heard.sums + count * size;
@@ -349,7 +412,10 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
     heard.query_tiles = heard.query_words + groups * size / 2;
     heard.chance_words = heard.query_tiles + groups * size / 2;
     heard.chance_tiles = (uint8_t *)heard.chance_words;     /* either of them */
-    if (held.key_scales && by_tiles(size)) codes_tiled();
+    if (!held.key_scales) heard.query_tiles = (int32_t *)heard.query_units;
+#if TILES
+    whole_tiles();
+#endif
     for (int64_t q = 0; q < count; q++) {
         int64_t place = (from + q) / group, node = node_at(read, row, place);
         int64_t head = key_head * group + (from + q) % group;
@@ -364,6 +430,9 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
             memcpy(heard.heads + q * size + i, &number, sizeof number);
         }
         if (held.key_scales) heard.query_units[q] = encoded_query(&heard, q);
+#if TILES
+        if (in_tiles(&heard)) query_put_in_tiles(&heard, q);
+#endif
         for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
         whole[q] = (Softmax){0, 0};
@@ -498,7 +567,9 @@ static void attend_parts(const void *work, int64_t first, int64_t last) {
         if (from < own) attended(read, of->layer, row, head, held_of(read, of->stores, which),
                 of->inner, of->norm, of->out, from, to, 0, read->lengths[row] / SPAN + 1, NULL);
     }
-    codes_released();
+#if TILES
+    tiles_released();
+#endif
 }
 
 /* Spans of key heads, counted over all rows. */
@@ -515,7 +586,9 @@ static void attend_spans(const void *work, int64_t first, int64_t last) {
                     held_of(read, of->stores, which), of->inner, of->norm, NULL, from,
                     from + MOST < own ? from + MOST : own, span, span + 1, &spans);
     }
-    codes_released();
+#if TILES
+    tiles_released();
+#endif
 }
 
 /* Merges the spans of key heads, counted over all rows. */

@@ -3,7 +3,6 @@
  * Queries and probabilities get codes too, of 14 bits, so that a product is a sum of products of
  * bytes. Sums of integers are exact, in whatever order they are made. Included by attention.c. */
 #pragma once
-#include "tiles.h"
 
 /* A code of 14 bits is two digits of 7 bits, since two products of a digit and a code fit in 16
  * bits. Queries are less by ZERO than their codes, which are not negative. */
@@ -21,22 +20,6 @@ static inline int64_t whole_groups(int64_t count) { return (count + GROUP - 1) /
 
 /* Whether tiles multiply heads of this size. */
 static inline int by_tiles(int64_t size) { return TILES && size % 64 == 0; }
-
-/* Configures the thread's tiles for codes; releases them. */
-static void codes_tiled(void) {
-#if TILES
-    enum { WHOLE_TILES = -1 };
-    Tiles tiles = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) tiles.bytes[tile] = 64, tiles.rows[tile] = 16;
-    configured(&tiles, WHOLE_TILES);
-#endif
-}
-
-static void codes_released(void) {
-#if TILES
-    if (tile_form) tiles_released();
-#endif
-}
 
 /* Numbers of a row of values, up to whole vectors of bytes. */
 static inline int64_t whole_rows(int64_t size) {

@@ -26,6 +26,14 @@ static inline void configured(const Tiles *tiles, int64_t form) {
     _tile_loadconfig(tiles);
 }
 
+/* Configures all of the thread's tiles as 16 rows of 64 bytes. */
+static inline void whole_tiles(void) {
+    enum { WHOLE = -1 };
+    Tiles tiles = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) tiles.bytes[tile] = 64, tiles.rows[tile] = 16;
+    configured(&tiles, WHOLE);
+}
+
 /* Releases the thread's tiles. */
 static inline void tiles_released(void) {
     _tile_release();
