@@ -53,6 +53,12 @@ typedef struct {
     int64_t tile_stride;
 } Heard;
 
+/* Whether tiles multiply keys, which they can if a key fills lines of the cache. */
+static inline int by_tiles(const Heard *of) {
+    int64_t each = of->held.key_scales ? 1 : (int64_t)sizeof(bf16);
+    return TILES && of->size * each % 64 == 0;
+}
+
 static void normed(const bf16 *x, const float *weight, const Norm *norm, bf16 *out, int64_t size) {
     float factor = factor_of(x, norm->epsilon, size);
     for (int64_t i = 0; i < size; i += LANES)
@@ -206,66 +212,15 @@ ALWAYS void scored(const Heard *of, int64_t first, const int some, int64_t slot,
         memcpy(scores + q * of->stride, &sum[q], sizeof sum[q]);
 }
 
-#if TILES
-/* Whether tiles multiply keys in bfloat16. */
-static inline int in_tiles(const Heard *of) {
-    return !of->held.key_scales && of->size % (2 * WORDS) == 0;
-}
-
-/* Tiles of BLOCK queries, whose columns are queries, and their rows words of a head. */
-static void query_put_in_tiles(const Heard *of, int64_t query) {
-    int32_t *to = of->query_tiles + query / BLOCK * of->size / 2 * BLOCK + query % BLOCK;
-    bf16 numbers[WIDEST];
-    for (int64_t i = 0; i < of->size; i += LANES)
-        narrowed(numbers + i, loaded(of->heads + query * of->size + i));
-    for (int64_t w = 0; w < of->size / 2; w++)
-        memcpy(to + w * BLOCK, numbers + 2 * w, sizeof *to);
-}
-
-/* The scores of all queries for the BLOCK keys from `slot` on, by tiles, whose rows are keys. */
-static void scored_in_tiles(const Heard *of, int64_t slot, float scale) {
-    int64_t size = of->size, line = size * (int64_t)sizeof(bf16);
-    int64_t keys = of->length + of->nodes - slot;
-    const char *from = (const char *)of->held.keys + slot * line;
-    bf16 last[BLOCK * WIDEST];
-    for (int64_t i = 0; i < BLOCK * line; i += 64) __builtin_prefetch(from + 2 * BLOCK * line + i);
-    if (keys < BLOCK) {
-        memset(last, 0, (size_t)(BLOCK * line));
-        memcpy(last, from, (size_t)(keys * line));
-        from = (const char *)last;
-    }
-    for (int64_t first = 0; first < of->count; first += BLOCK) {
-        const int32_t *words = of->query_tiles + first * size / 2;
-        lanes scores[BLOCK];
-        WRITTEN;
-        _tile_zero(0);
-        for (int64_t i = 0; i < size; i += 4 * WORDS) {
-            _tile_loadd(1, from + i * 2, line);
-            _tile_loadd(2, words + i / 2 * BLOCK, 64);
-            _tile_dpbf16ps(0, 1, 2);
-            if (i + 2 * WORDS == size) break;
-            _tile_loadd(3, from + i * 2 + 64, line);
-            _tile_loadd(4, words + (i / 2 + WORDS) * BLOCK, 64);
-            _tile_dpbf16ps(0, 3, 4);
-        }
-        _tile_stored(0, scores, sizeof *scores);
-        WRITTEN;
-        transposed(scores);
-        for (int64_t q = first; q < first + BLOCK && q < of->count; q++) {
-            lanes score = scores[q - first] * scale;
-            memcpy(of->scores + q * of->stride + slot - of->base, &score, sizeof score);
-        }
-    }
-}
-#endif
+#include "attention_tiles.h"
 
 static void all_scored(const Heard *of, float scale) {
     int64_t first = of->earliest > of->base ? of->earliest / BLOCK * BLOCK : of->base;
     lanes tile[WORDS];
 #if TILES
-    if (in_tiles(of)) {
+    if (by_tiles(of)) {
         for (int64_t s = first; s < of->length + of->nodes; s += BLOCK)
-            scored_in_tiles(of, s, scale);
+            scored_pairs(of, s, scale);
         return;
     }
 #endif
@@ -431,7 +386,7 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
         }
         if (held.key_scales) heard.query_units[q] = encoded_query(&heard, q);
 #if TILES
-        if (in_tiles(&heard)) query_put_in_tiles(&heard, q);
+        else if (by_tiles(&heard)) paired_query(&heard, q);
 #endif
         for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};

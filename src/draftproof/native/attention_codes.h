@@ -18,9 +18,6 @@ enum { GROUP = 8 };
 /* Queries up to whole groups, for which there is memory. */
 static inline int64_t whole_groups(int64_t count) { return (count + GROUP - 1) / GROUP * GROUP; }
 
-/* Whether tiles multiply heads of this size. */
-static inline int by_tiles(int64_t size) { return TILES && size % 64 == 0; }
-
 /* Numbers of a row of values, up to whole vectors of bytes. */
 static inline int64_t whole_rows(int64_t size) {
     return (size + 4 * LANES - 1) / (4 * LANES) * (4 * LANES);
@@ -66,7 +63,7 @@ static float encoded_query(const Heard *of, int64_t query) {
         put_digits((nearest_integers(loaded(numbers + i) * inverse) + ZERO) & LARGEST_CODE,
                 upper + i, lower + i);
     put_words(upper, lower, size / 4, of->query_words + 2 * query, 2 * of->count);
-    if (by_tiles(size)) {
+    if (by_tiles(of)) {
         for (int64_t i = 0; i < size; i++) upper[i] -= ZERO >> DIGIT;
         put_words(upper, lower, size / 4, tile_of(of, query) + query % GROUP * 2, 2 * GROUP);
     }
@@ -100,7 +97,7 @@ ALWAYS void scored_codes(const Heard *of, int64_t first, const int some, int64_t
 
 /* As `scored_codes`, by tiles, for all queries and BLOCK whole keys. A tile's rows are keys, its
  * columns the digits of queries. */
-static void scored_by_tiles(const Heard *of, int64_t slot, lanes factor) {
+static void codes_scored_by_tiles(const Heard *of, int64_t slot, lanes factor) {
 #if TILES
     const char *keys = (const char *)of->held.keys + slot * of->size;
 #define LOAD_KEYS(c, to, other) _tile_loadd(to, keys + 64 * c, of->size);
@@ -136,8 +133,8 @@ static void all_codes_scored(const Heard *of, float scale) {
     int64_t first = of->earliest > of->base ? of->earliest / BLOCK * BLOCK : of->base;
     for (int64_t s = first; s < of->length + of->nodes; s += BLOCK) {
         prefetched_keys(of, s + 2 * BLOCK);
-        if (by_tiles(of->size) && s + BLOCK <= of->length + of->nodes) {
-            scored_by_tiles(of, s, wide(of->held.key_scales + s) * scale);
+        if (by_tiles(of) && s + BLOCK <= of->length + of->nodes) {
+            codes_scored_by_tiles(of, s, wide(of->held.key_scales + s) * scale);
             continue;
         }
         lanes tile[WIDEST / 4];
@@ -201,13 +198,13 @@ static float encoded_chances(const Heard *of, int64_t query, const Slots *slots)
         top = larger(chance, top);
     }
     float most = largest(top), inverse = most > 0 ? LARGEST_CODE / most : 0;
-    if (by_tiles(of->size)) {
+    if (by_tiles(of)) {
         upper = of->chance_tiles + 2 * query * of->tile_stride, lower = upper + of->tile_stride;
         memset(upper + count / 64 * 64, 0, 64), memset(lower + count / 64 * 64, 0, 64);
     }
     for (int64_t i = 0; i < count; i += LANES)
         put_digits(nearest_integers(loaded(chances + i) * inverse), upper + i, lower + i);
-    if (!by_tiles(of->size))
+    if (!by_tiles(of))
         put_words(upper, lower, (count + FOUR - 1) / FOUR, of->chance_words + 2 * query,
                 2 * of->count);
     return most / LARGEST_CODE;
@@ -267,7 +264,7 @@ ALWAYS void summed_codes_on(const Heard *of, int64_t first, const int some, cons
 
 /* As `summed_codes_on`, by tiles, for all queries over the NEAR_CODES slots from the `i`-th on. A
  * tile's rows are the digits of queries, its columns numbers of a head. */
-static void summed_by_tiles(const Heard *of, int64_t i, const bits *values) {
+static void codes_summed_by_tiles(const Heard *of, int64_t i, const bits *values) {
 #if TILES
     int64_t line = of->size * (int64_t)sizeof(int32_t);
     WRITTEN;
@@ -315,8 +312,8 @@ static void all_codes_summed(const Heard *of, const Slots *slots) {
     for (int64_t i = 0; i < count; i += NEAR_CODES) {
         int64_t some = count - i < NEAR_CODES ? count - i : NEAR_CODES;
         interleaved_values(of, slots, i, some, values);
-        if (by_tiles(of->size)) {
-            summed_by_tiles(of, i, values);
+        if (by_tiles(of)) {
+            codes_summed_by_tiles(of, i, values);
             continue;
         }
         int64_t fours = (some + FOUR - 1) / FOUR;
