@@ -190,13 +190,7 @@ static float encoded_chances(const Heard *of, int64_t query, const Slots *slots)
         chances[whole + n] = at[slot] * widen(scales[slot]);
     }
     memset(chances + count, 0, LANES * sizeof *chances);
-    for (int64_t i = 0; i < count; i += LANES) {
-        /* 0 also where the query does not see what may never have been written */
-        lanes chance = loaded(chances + i);
-        chance = (lanes)((bits)chance & (chance > 0));
-        memcpy(chances + i, &chance, sizeof chance);
-        top = larger(chance, top);
-    }
+    for (int64_t i = 0; i < count; i += LANES) top = larger(loaded(chances + i), top);
     float most = largest(top), inverse = most > 0 ? LARGEST_CODE / most : 0;
     if (by_tiles(of)) {
         upper = of->chance_tiles + 2 * query * of->tile_stride, lower = upper + of->tile_stride;
