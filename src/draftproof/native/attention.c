@@ -48,8 +48,8 @@ typedef struct {
     Held held;
     int64_t size, count, stride, base, earliest, length, nodes;
     float *heads, *scores, *sums, *query_units;
-    int32_t *query_words, *chance_words, *code_sums, *query_tiles;
-    uint8_t *chance_tiles;
+    int32_t *query_words, *probability_words, *code_sums, *query_tiles;
+    uint8_t *probability_tiles;
     int64_t tile_stride;
 } Heard;
 
@@ -365,8 +365,8 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
     heard.code_sums = (int32_t *)(heard.query_units + groups);
     heard.query_words = heard.code_sums + 2 * groups * whole_rows(size);
     heard.query_tiles = heard.query_words + groups * size / 2;
-    heard.chance_words = heard.query_tiles + groups * size / 2;
-    heard.chance_tiles = (uint8_t *)heard.chance_words;     /* either of them */
+    heard.probability_words = heard.query_tiles + groups * size / 2;
+    heard.probability_tiles = (uint8_t *)heard.probability_words;     /* either of them */
     if (!held.key_scales) heard.query_tiles = (int32_t *)heard.query_units;
 #if TILES
     whole_tiles();

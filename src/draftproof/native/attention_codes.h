@@ -30,8 +30,8 @@ static inline void put_digits(bits codes, uint8_t *upper, uint8_t *lower) {
     memcpy(lower, &low, sizeof low);
 }
 
-/* Copies words of four digits to every `stride`-th of `to`: an upper word, and the lower one next to
- * it. */
+/* Copies words of four digits to every `stride`-th of `to`: an upper word, and the lower one next
+ * to it. */
 static inline void put_words(const uint8_t *upper, const uint8_t *lower, int64_t words, int32_t *to,
         int64_t stride) {
     for (int64_t w = 0; w < words; w++, to += stride) {
@@ -88,8 +88,8 @@ ALWAYS void scored_codes(const Heard *of, int64_t first, const int some, int64_t
     }
 }
 
-/* `CALL(c, keys, words)` for each 64 numbers of a head of 64, 128, 192 or 256: the tiles of keys, and
- * of words of queries. */
+/* `CALL(c, keys, words)` for each 64 numbers of a head of 64, 128, 192 or 256: the tiles of keys,
+ * and of words of queries. */
 #define EACH_TILE(size, CALL) CALL(0, 4, 1) \
     if (size > 64) { CALL(1, 5, 2) } \
     if (size > 128) { CALL(2, 6, 3) } \
@@ -169,10 +169,10 @@ static inline int64_t slot_at(const Slots *slots, int64_t i) {
     return i < whole ? slots->from + i : slots->nodes[i - whole];
 }
 
-/* Writes the codes of a query's probabilities, each times the scale of its slot's values, with zeros
- * up to a multiple of four: as `put_words`, or for tiles, in which they are rows. Returns what a
- * code of 1 stands for. */
-static float encoded_chances(const Heard *of, int64_t query, const Slots *slots) {
+/* Writes the codes of a query's probabilities, each times the scale of its slot's values, with
+ * zeros up to a multiple of four: as `put_words`, or for tiles, in which they are rows. Returns what
+ * a code of 1 stands for. */
+static float encoded_probabilities(const Heard *of, int64_t query, const Slots *slots) {
     int64_t whole = slots->to - slots->from, count = number_of_slots(slots);
     float chances[SPAN + of->nodes + LANES];
     uint8_t held[2][SPAN + of->nodes + LANES], *upper = held[0], *lower = held[1];
@@ -193,13 +193,14 @@ static float encoded_chances(const Heard *of, int64_t query, const Slots *slots)
     for (int64_t i = 0; i < count; i += LANES) top = larger(loaded(chances + i), top);
     float most = largest(top), inverse = most > 0 ? LARGEST_CODE / most : 0;
     if (by_tiles(of)) {
-        upper = of->chance_tiles + 2 * query * of->tile_stride, lower = upper + of->tile_stride;
+        upper = of->probability_tiles + 2 * query * of->tile_stride;
+        lower = upper + of->tile_stride;
         memset(upper + count / 64 * 64, 0, 64), memset(lower + count / 64 * 64, 0, 64);
     }
     for (int64_t i = 0; i < count; i += LANES)
         put_digits(nearest_integers(loaded(chances + i) * inverse), upper + i, lower + i);
     if (!by_tiles(of))
-        put_words(upper, lower, (count + FOUR - 1) / FOUR, of->chance_words + 2 * query,
+        put_words(upper, lower, (count + FOUR - 1) / FOUR, of->probability_words + 2 * query,
                 2 * of->count);
     return most / LARGEST_CODE;
 }
@@ -263,7 +264,7 @@ static void codes_summed_by_tiles(const Heard *of, int64_t i, const bits *values
     int64_t line = of->size * (int64_t)sizeof(int32_t);
     WRITTEN;
     for (int64_t first = 0; first < of->count; first += GROUP) {
-        _tile_loadd(4, of->chance_tiles + 2 * first * of->tile_stride + i, of->tile_stride);
+        _tile_loadd(4, of->probability_tiles + 2 * first * of->tile_stride + i, of->tile_stride);
         for (int64_t v = 0; v < of->size / LANES; v += 4) {
             int32_t *sums = of->code_sums + 2 * first * of->size + v * LANES;
 #define EACH_OF_FOUR(CALL) CALL(0, 5) CALL(1, 6) CALL(2, 7) CALL(3, 5)
@@ -302,7 +303,7 @@ static void all_codes_summed(const Heard *of, const Slots *slots) {
     bits values[NEAR_CODES / FOUR * WIDEST / LANES];
     float units[of->count];
     memset(of->code_sums, 0, (size_t)(2 * of->count * whole) * sizeof *of->code_sums);
-    for (int64_t q = 0; q < of->count; q++) units[q] = encoded_chances(of, q, slots);
+    for (int64_t q = 0; q < of->count; q++) units[q] = encoded_probabilities(of, q, slots);
     for (int64_t i = 0; i < count; i += NEAR_CODES) {
         int64_t some = count - i < NEAR_CODES ? count - i : NEAR_CODES;
         interleaved_values(of, slots, i, some, values);
@@ -311,7 +312,7 @@ static void all_codes_summed(const Heard *of, const Slots *slots) {
             continue;
         }
         int64_t fours = (some + FOUR - 1) / FOUR;
-        const int32_t *words = of->chance_words + i / FOUR * 2 * of->count;
+        const int32_t *words = of->probability_words + i / FOUR * 2 * of->count;
 #define SUMMED_CODES(n) n <= MOST_CODES_OF_TWO \
         ? summed_codes_on(of, q, n, 2, words, fours, values) \
         : summed_codes_on(of, q, n, 1, words, fours, values)
