@@ -77,14 +77,17 @@ class Checked(NamedTuple):
     declaration: Declaration
     dtype: torch.dtype | None
     any_dtype: bool
+    pointee: str
     is_pointer: bool
+    nullable: bool
     size: Size | None
 
     @classmethod
     def of(cls, declaration: Declaration) -> Checked:
         pointee = declaration.pointee
         dtype, is_void = _DTYPES.get(pointee), pointee == "void"
-        return cls(declaration, dtype, is_void, pointee != "", declaration.size)
+        return cls(declaration, dtype, is_void, pointee, pointee != "", declaration.nullable,
+                   declaration.size)
 
     def tensor(self, tensor: Tensor, values: Sequence[Value], where: str) -> Tensor:
         """The tensor whose memory goes to C: this one, or a contiguous copy of one C only reads.
@@ -121,7 +124,7 @@ class Checked(NamedTuple):
             BadInput: It is no structure of this kind and no array of so many, or it is null where
                 it may not be.
         """
-        declared, pointee = self.declaration, self.declaration.pointee
+        pointee = self.pointee
         if isinstance(value, ctypes.Structure):
             fits = type(value).__name__ == pointee
             fits &= self.size is None or getattr(value, "rows", 1) >= self.size(values)
@@ -131,9 +134,9 @@ class Checked(NamedTuple):
             fits |= hasattr(value, "held") and pointee.endswith("*")        # of `addresses`
             fits &= self.size is None or len(value) >= self.size(values)
         else:
-            fits = value is None and declared.nullable
+            fits = value is None and self.nullable
         if not fits:
-            self._refuse(where, f"{declared.pointee} was wanted, and {value!r} was passed")
+            self._refuse(where, f"{pointee} was wanted, and {value!r} was passed")
 
     def _refuse(self, where: str, why: str) -> None:
         raise BadInput(f"the argument {self.declaration.name} of the C kernel {where}: {why}; "
@@ -142,7 +145,7 @@ class Checked(NamedTuple):
 
 def checked_values(
     checks: Sequence[Checked], values: Sequence[Value], where: str
-) -> list[Value]:
+) -> tuple[list[Value], list[object]]:
     """The values of a call or a structure, each compared to its declaration.
 
     This runs several times per token, so what fits costs no call.
@@ -152,24 +155,38 @@ def checked_values(
         values: What is passed.
         where: The function or structure, for the error.
 
+    Returns:
+        The values, of which some may be copies, and what ctypes gets for them: addresses and
+        numbers. The values must live as long as the addresses are used.
+
     Raises:
         BadInput: A tensor, structure or array is not what is declared, or there is a bare address.
     """
-    checked = list(values)
+    held, passed = list(values), list[object]()
     for place, (check, value) in enumerate(zip(checks, values, strict=False)):
-        if isinstance(value, Tensor) and not (
-            (value.dtype is check.dtype or check.any_dtype)
-            and value.is_cpu and value.layout is torch.strided and value.is_contiguous()
-            and (check.size is None
-                 or (value.nbytes if check.any_dtype else value.numel()) >= check.size(values))
-        ):  # fmt: skip
-            checked[place] = check.tensor(value, values, where)
-        elif check.is_pointer and not isinstance(value, Tensor) and (
-            not check.declaration.nullable if value is None
-            else check.size is not None or type(value).__name__ != check.declaration.pointee
-        ):  # fmt: skip
-            check.pointer(value, values, where)
-    return checked
+        kind = type(value)
+        if kind is int and not check.is_pointer:
+            passed.append(value)
+        elif isinstance(value, Tensor):
+            if not (
+                (value.dtype is check.dtype or check.any_dtype)
+                and value.is_cpu and value.layout is torch.strided and value.is_contiguous()
+                and (check.size is None
+                     or (value.nbytes if check.any_dtype else value.numel()) >= check.size(values))
+            ):  # fmt: skip
+                held[place] = value = check.tensor(value, values, where)
+            passed.append(value.data_ptr())
+        elif not check.is_pointer:
+            passed.append(value)                                # ctypes refuses what is no number
+        elif value is None:
+            if not check.nullable:
+                check.pointer(value, values, where)
+            passed.append(None)
+        else:
+            if check.size is not None or kind.__name__ != check.pointee:
+                check.pointer(value, values, where)
+            passed.append(ctypes.addressof(cast(ctypes.Structure, value)))
+    return held, passed
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
@@ -195,17 +212,7 @@ class Structure(ctypes.Structure):
     def __init__(self, *values: Value) -> None:
         derived = self.derived if values else {}
         values += self.zeros[len(values) :] if values else ()
-        self.held = checked_values(self.checks, values, type(self).__name__)
-        fields = list[Value]()
-        for check, value in zip(self.checks, self.held, strict=False):
-            if isinstance(value, Tensor):
-                fields.append(value.data_ptr())
-            elif isinstance(value, ctypes.Array) or (
-                check.is_pointer and isinstance(value, ctypes.Structure)
-            ):
-                fields.append(ctypes.addressof(value))
-            else:
-                fields.append(value)
+        self.held, fields = checked_values(self.checks, values, type(self).__name__)
         super().__init__(*fields)
         for name, count in derived.items():
             setattr(self, name, count(self))

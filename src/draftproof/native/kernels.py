@@ -68,17 +68,12 @@ class Kernels:
         function, checks, threaded = self._functions[name]
         if len(args) != len(checks):
             raise ValueError(f"{name} takes {len(checks)} arguments, {len(args)} were passed")
-        checked, values = checked_values(checks, args, name), list[object]()
-        for value in checked:                       # copies among them must live until C returns
-            if isinstance(value, Tensor):
-                values.append(value.data_ptr())
-            elif isinstance(value, ctypes.Structure):
-                values.append(ctypes.byref(value))
-            else:
-                values.append(value)                            # ctypes refuses what is no number
+        held, values = checked_values(checks, args, name)
         if threaded:
             values.append(thread_count())
-        return function(*values) or 0
+        result = function(*values) or 0
+        del held                                    # copies among them must live until C returns
+        return result
 
     def multiply(self, layer: Native, inputs: Tensor) -> Tensor:
         """[..., outputs] of inputs [..., size], in bfloat16."""
