@@ -240,6 +240,8 @@ class Decoder:
             raise DrafterMismatch(
                 f"the drafter {self.drafter.name} proposed {drafted} nodes, {allowed} were allowed"
             )
+        if drafted == 0:
+            return TokenTree.chain(tree.tokens)                 # read as in plain decoding
         return tree.within_budget(most) if drafted > most and ranked is None else tree
 
     def _check(self, tree: TokenTree, rows: int) -> None:
