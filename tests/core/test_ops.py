@@ -23,7 +23,7 @@ from draftproof.core.prefix import Paths
 from draftproof.core.sampling import sample
 from draftproof.core.tree import NO_TOKEN, TokenTree, TreeShape
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.portfolio import Portfolio, judge
+from draftproof.drafters.portfolio import Portfolio, merge_proposals
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.drafters.suffix import SIZES, SLOTS, SuffixDrafter, slot_of
 from draftproof.drafters.token_recycling import TokenRecycling
@@ -175,7 +175,7 @@ def test_kernels_have_the_arguments_of_the_functions_they_stand_for() -> None:
     for function, kernel in cpu_ops._KERNELS.items():
         theirs = list(inspect.signature(function).parameters)
         assert list(inspect.signature(kernel).parameters)[1:] == theirs, function.__name__
-    assert {noise.gumbel, sample, judge, TokenTree.likeliest} < cpu_ops._KERNELS.keys()
+    assert {noise.gumbel, sample, merge_proposals, TokenTree.likeliest} < cpu_ops._KERNELS.keys()
 
 
 def test_user_functions_named_like_a_kernel_run_unchanged() -> None:

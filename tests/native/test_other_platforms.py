@@ -65,7 +65,7 @@ def declared(folder: Path) -> None:
         pointers.append(function.replace(f"draftproof_{name[1]}", f"(*{name[1]})", 1) + ";")
         loads.append(f'if (!(*(void **)&library.{name[1]} = FIND(made, "{name[0]}"))) return 0;')
     (folder / "declared.h").write_text("\n".join([
-        '#include "model.h"', '#include "pools.h"', *structures,
+        '#include "model.h"', '#include "searches.h"', *structures,
         "#ifdef _WIN32",                                    # windows.h has names of ours
         "__declspec(dllimport) void *LoadLibraryA(const char *);",
         "__declspec(dllimport) void *GetProcAddress(void *, const char *);",

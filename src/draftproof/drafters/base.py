@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,13 @@ from torch import Tensor
 from draftproof.core.former_names import FormerName, adopt_former_names
 from draftproof.core.messages import Commit, Frontier
 from draftproof.core.ops import TORCH, Ops
+from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree
 from draftproof.errors import DrafterMismatch
 from draftproof.model.target import Target
+
+if TYPE_CHECKING:
+    from draftproof.native.declarations import Structure
 
 PADDING = 512
 """Vocabulary sizes for one tokenizer may differ by this many, or by 1 %, since tables are
@@ -133,6 +137,17 @@ class Drafter(ABC):
         Returns:
             A tree of draft tokens for each row.
         """
+
+    def in_c(self, prefix: Prefix) -> Structure | None:
+        """What the C library needs to draft in this drafter's place, as a member of a portfolio.
+
+        Args:
+            prefix: The committed text of each row.
+
+        Returns:
+            A `search_member`; None if only `propose` can draft. Default: None.
+        """
+        return None
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the memory of these rows, in this order; a row may be repeated. Default: nothing.

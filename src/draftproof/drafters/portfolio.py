@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -24,11 +25,9 @@ from draftproof.core.tree import ABSENT, NO_TOKEN, TokenTree
 from draftproof.drafters.base import Drafter, SharedMemory
 from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.native.cpu_ops import cpu_kernel
-from draftproof.native.declarations import array_of, structure
+from draftproof.native.declarations import Structure, array_of
 from draftproof.native.kernels import Kernels
-from draftproof.native.trees import TreeBuffer, texts_of
-
-Member = structure("Member")
+from draftproof.native.trees import Member, TreeBuffer, texts_of
 
 LEVELS = 16
 """Confidence levels of each member; acceptance is counted per level."""
@@ -38,6 +37,7 @@ TRUST = 2.0
 """Weight of a member's own confidence as a prior, in verified nodes."""
 UNKNOWN = 0.4
 """Probability of a node after its parent, for a member without a confidence."""
+CONSTANTS = LEVELS, TRUST, UNKNOWN, FADE
 
 
 class Portfolio(Drafter):
@@ -103,15 +103,10 @@ class Portfolio(Drafter):
             self._proposed = more._replace(position=torch.cat([last.position, nothing]))
 
     def propose(self, frontier: Frontier) -> TokenTree:
-        prefix, budget = frontier.prefix, frontier.max_draft_tokens
+        prefix = frontier.prefix
         counts = self._counts[prefix.tokens.device]
-        if self._proposed is not None:
-            self.ops.run(judge, counts, self._proposed, prefix, FADE)
-        wider = replace(frontier, max_draft_tokens=budget + budget // 2,
-                        needs_draft_probs=False)                # some are dropped
-        trees = [member.propose(wider) for member in self.members]
-        constants = LEVELS, TRUST, UNKNOWN
-        pool, tree = self.ops.run(merge_trees, trees, counts, constants, budget + 1)
+        pool, tree = self.ops.run(
+            merge_proposals, self.members, frontier, counts, self._proposed, CONSTANTS)
         self._proposed = Proposed(*pool, prefix.position)
         return tree if frontier.trees else tree.best_chain()
 
@@ -172,15 +167,41 @@ def judge(counts: Tensor, proposed: Proposed, prefix: Prefix, fade: float) -> No
     counts.mul_(fade).index_add_(0, proposed.kinds.flatten(), seen.flatten(0, 1))
 
 
+Merged = tuple[tuple[Tensor, Tensor, Tensor], TokenTree]
+"""Texts, parents and kinds of all members' nodes, and the tree of the likeliest of them."""
+
+
+def merge_proposals(
+    members: Sequence[Drafter], frontier: Frontier, counts: Tensor, last: Proposed | None,
+    constants: tuple[int, float, float, float],
+) -> Merged:  # fmt: skip
+    """Judge the last proposals, let each member propose, and merge the proposals.
+
+    counts: as of `judge`, and updated. constants: those of `merge_trees`, and the decay of counts.
+    """
+    *rest, fade = constants
+    if last is not None:
+        judge(counts, last, frontier.prefix, fade)
+    wider = _wider(frontier)
+    trees = [member.propose(wider) for member in members]
+    return merge_trees(trees, counts, rest, frontier.max_draft_tokens + 1)
+
+
+def _wider(frontier: Frontier) -> Frontier:
+    """What a member is asked for. Some of its nodes are dropped, so it is more than the budget."""
+    budget = frontier.max_draft_tokens
+    return replace(frontier, max_draft_tokens=budget + budget // 2, needs_draft_probs=False)
+
+
 def merge_trees(
-    trees: Sequence[TokenTree], counts: Tensor, constants: tuple[int, float, float], nodes: int
-) -> tuple[tuple[Tensor, Tensor, Tensor], TokenTree]:
-    """Texts, parents and kinds of all members' nodes, and the tree of the likeliest of them.
+    trees: Sequence[TokenTree], counts: Tensor, constants: Sequence[float], nodes: int
+) -> Merged:
+    """Merge the members' trees into one of at most `nodes` nodes.
 
     The chance of a node after its parent is the rate of its kind in `counts` [C, 2], with the
     member's confidence as prior. constants: `LEVELS`, `TRUST`, `UNKNOWN`."""
-    count, trust, unknown = constants
-    pool, chances, levels = TokenTree.concat(trees), [], []
+    (count, trust, unknown), pool = constants, TokenTree.concat(trees)
+    count, chances, levels = int(count), [], []
     for number, tree in enumerate(trees):
         paths = tree.confidence
         if paths is None:
@@ -196,33 +217,43 @@ def merge_trees(
     return (pool.texts.contiguous(), pool.parents, kinds), pool.merged(confidence, nodes)
 
 
-@cpu_kernel(judge)
-def _judge(
-    library: Kernels, counts: Tensor, proposed: Proposed, prefix: Prefix, fade: float
-) -> None:
-    where = (proposed.texts, proposed.parents, proposed.kinds, proposed.position)
-    size = proposed.texts.shape[1]
-    library("judge", counts, len(counts), fade, *where, size, texts_of(prefix), ABSENT)
-
-
-@cpu_kernel(merge_trees)
-def _merge_trees(
-    library: Kernels, trees: Sequence[TokenTree], counts: Tensor,
-    constants: tuple[int, float, float], nodes: int
-) -> tuple[tuple[Tensor, Tensor, Tensor], TokenTree]:
-    rows, sizes = len(trees[0].tokens), [tree.tokens.shape[1] for tree in trees]
-    members = [
-        Member(tree.tokens, tree.parents, tree.confidence if tree.confidence is None
-               else tree.confidence.float(), size, rows)
-        for tree, size in zip(trees, sizes, strict=True)
-    ]
-    texts, parents, kinds = torch.empty(3, rows, sum(sizes), dtype=torch.int64)
-    out = TreeBuffer(rows, min(nodes, sum(sizes)))
+@cpu_kernel(merge_proposals)
+def _merge_proposals(
+    library: Kernels, members: Sequence[Drafter], frontier: Frontier, counts: Tensor,
+    last: Proposed | None, constants: tuple[int, float, float, float],
+) -> Merged:  # fmt: skip
+    """Members with a form in C are asked in C."""
+    prefix, nodes, depth = frontier.prefix, 0, 0
+    rows, steps = len(prefix.position), frontier.max_draft_tokens * 3 // 2
+    asked = list[Structure]()
+    for member in members:
+        native = frontier.trees and _drafts_in_c(type(member))
+        search = member.in_c(prefix) if native else None
+        if search is not None:
+            width, limit = 1 + steps, steps
+        else:
+            tree = member.propose(_wider(frontier))
+            confidence = None if tree.confidence is None else tree.confidence.float()
+            width, limit = tree.tokens.shape[1], tree.depth_limit
+            search = Member(tree.tokens, tree.parents, confidence, width, rows)
+        nodes, depth = nodes + width, max(depth, limit)
+        asked.append(search)
+    texts, parents, kinds = torch.empty(3, rows, nodes, dtype=torch.int64)
+    out = TreeBuffer(rows, min(frontier.max_draft_tokens + 1, nodes))
+    judged = (None, None, None, None, 0) if last is None else (*last, last.texts.shape[1])
     library(
-        "merge_trees", counts, *constants, array_of("Member", members), len(members), rows,
-        sum(sizes), texts, parents, kinds, out.output
+        "merge_trees", counts, *constants, *judged, array_of("Member", asked), len(asked),
+        texts_of(prefix), steps, nodes, texts, parents, kinds, out.output
     )
-    return (texts, parents, kinds), out.tree(max(tree.depth_limit for tree in trees))
+    return (texts, parents, kinds), out.tree(depth)
+
+
+@cache
+def _drafts_in_c(kind: type[Drafter]) -> bool:
+    """Whether `in_c` says what `propose` does; not if a subclass has another `propose`."""
+    owners = [next(base for base in kind.__mro__ if name in vars(base))
+              for name in ("propose", "in_c")]
+    return owners[0] is owners[1]
 
 
 def _path(text: Sequence[int]) -> tuple[int, ...]:

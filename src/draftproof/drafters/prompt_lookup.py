@@ -10,6 +10,8 @@ Further shape letters: L longest match, W matches, K tokens drafted from each.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -19,8 +21,9 @@ from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.base import Drafter
 from draftproof.errors import BadInput
 from draftproof.native.cpu_ops import cpu_kernel
+from draftproof.native.declarations import Structure, structure
 from draftproof.native.kernels import Kernels
-from draftproof.native.trees import TreeBuffer, texts_of
+from draftproof.native.trees import TreeBuffer, search_member, texts_of
 
 NEAR = 32
 """The most earlier occurrences of the last token that are compared; those after the same token come
@@ -60,6 +63,9 @@ class PromptLookup(Drafter):
     def propose(self, frontier: Frontier) -> TokenTree:
         tree = self.ops.run(match_prompt, frontier.prefix, self.sizes, frontier.max_draft_tokens)
         return tree if frontier.trees else tree.best_chain()
+
+    def in_c(self, prefix: Prefix) -> Structure:
+        return _member(self.sizes, len(prefix.position))
 
 
 def match_prompt(prefix: Prefix, sizes: tuple[int, int, int, int], budget: int) -> TokenTree:
@@ -112,5 +118,15 @@ def _match_prompt(
     library: Kernels, prefix: Prefix, sizes: tuple[int, int, int, int], budget: int
 ) -> TokenTree:
     out = TreeBuffer(len(prefix.position), 1 + budget)
-    library("match_prompt", texts_of(prefix), *sizes, budget, out.output)
+    library("match_prompt", _search(sizes), texts_of(prefix), budget, out.output)
     return out.tree(budget)
+
+
+@lru_cache
+def _search(sizes: tuple[int, int, int, int]) -> Structure:
+    return structure("PromptSearch")(*sizes)
+
+
+@lru_cache
+def _member(sizes: tuple[int, int, int, int], rows: int) -> Structure:
+    return search_member(rows, prompt=_search(sizes))

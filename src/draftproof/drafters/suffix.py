@@ -33,7 +33,7 @@ from draftproof.native.cpu_ops import cpu_kernel
 from draftproof.native.declarations import Structure, structure
 from draftproof.native.kernels import Kernels
 from draftproof.native.pages import lazy_zeros
-from draftproof.native.trees import TreeBuffer, texts_of
+from draftproof.native.trees import TreeBuffer, search_member, texts_of
 
 SIZES = (16, 12, 8, 6, 4, 3, 2, 1)
 """Context sizes, in tokens; the C library supports no larger ones."""
@@ -77,6 +77,7 @@ class SuffixDrafter(Drafter):
         self._places = max(self.memory // self._width, 2 * rows + 1)
         self._rows = Rows(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
         self._owners = dict[int, int]()                     # of new rows
+        self._member: tuple[Rows, Structure, Structure] | None = None
 
     def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
         self._owners.update(zip(rows, owners, strict=True))
@@ -92,7 +93,8 @@ class SuffixDrafter(Drafter):
             both = zip(self._rows, new, strict=True)
             self._rows = Rows(*map(torch.cat, both)) if known else new
         told = slice(commit.rows[0], commit.rows[-1] + 1)
-        rows = Rows(*(part[told] for part in self._rows))
+        whole = told == slice(0, len(self._rows.end))
+        rows = self._rows if whole else Rows(*(part[told] for part in self._rows))
         self.ops.run(learn_text, index, rows, commit.tokens, commit.count)
 
     def propose(self, frontier: Frontier) -> TokenTree:
@@ -100,6 +102,15 @@ class SuffixDrafter(Drafter):
         index = self._index(prefix.tokens.device)
         tree = self.ops.run(continue_text, index, prefix, self._rows, OWN, PATHS, budget)
         return tree if frontier.trees else tree.best_chain()
+
+    def in_c(self, prefix: Prefix) -> Structure:
+        """A search of the index; the same one until rows or the index change."""
+        index, last = self._index(prefix.tokens.device), self._member
+        if last is None or last[0] is not self._rows or last[1] is not index.in_c():
+            search = _search(index, self._rows, OWN, PATHS)
+            member = search_member(len(self._rows.end), index=search)
+            last = self._member = self._rows, index.in_c(), member
+        return last[2]
 
     def select(self, rows: Sequence[int]) -> None:
         """Move a running row to a new place."""
@@ -163,6 +174,7 @@ class SuffixIndex:
         seen = torch.arange(SIZES[0]) >= SIZES[0] - torch.tensor(SIZES)[:, None]
         self.context = (weights * seen).to(device)          # [2, O, L]: for the slot, for the tag
         self.shift = min(31, 33 - self.slots.bit_length())  # the highest bits are mixed best
+        self._in_c: Structure | None = None
 
     def hold(self, size: int) -> None:
         """Enlarge it to `size` tokens, keeping the contents."""
@@ -171,14 +183,17 @@ class SuffixIndex:
                 more = self.text.new_full((size + 2 - len(self.text),), ABSENT)
                 self.text = torch.cat([self.text[:-1], more])
                 self.owners = torch.cat([self.owners[:-1], torch.zeros_like(more)])
+                self._in_c = None
 
     def in_c(self) -> Structure:
-        """The index for the C library."""
-        return structure("Index")(
-            self.text, self.positions, self.owners, self.tags, self.counts, self.context,
-            self.sizes, len(self.text), len(SIZES), SLOTS, self.slots, self.shift, _FOLLOW,
-            _SCATTER, ABSENT
-        )
+        """The index for the C library; the same structure until the index is enlarged."""
+        if self._in_c is None:
+            self._in_c = structure("Index")(
+                self.text, self.positions, self.owners, self.tags, self.counts, self.context,
+                self.sizes, len(self.text), len(SIZES), SLOTS, self.slots, self.shift, _FOLLOW,
+                _SCATTER, ABSENT
+            )
+        return self._in_c
 
     def hash(
         self, context: Tensor, successor: Tensor, owner: Tensor
@@ -284,17 +299,13 @@ def _continue_text(
     budget: int
 ) -> TokenTree:
     out = TreeBuffer(len(prefix.position), 1 + budget)
-    library(
-        "continue_text",
-        index.in_c(),
-        texts_of(prefix),
-        *rows,
-        own_weight,
-        paths,
-        budget,
-        out.output,
-    )
+    search = _search(index, rows, own_weight, paths)
+    library("continue_text", search, texts_of(prefix), budget, out.output)
     return out.tree(budget)
+
+
+def _search(index: SuffixIndex, rows: Rows, own_weight: float, paths: int) -> Structure:
+    return structure("IndexSearch")(index.in_c(), *rows, own_weight, paths, len(rows.end))
 
 
 @lru_cache(maxsize=64)

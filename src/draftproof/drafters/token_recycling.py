@@ -11,6 +11,7 @@ Further shape letters: k successors, w nodes of a level that are followed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from draftproof.native.cpu_ops import cpu_kernel
 from draftproof.native.declarations import Structure, structure
 from draftproof.native.kernels import Kernels
 from draftproof.native.pages import lazy_zeros
-from draftproof.native.trees import TreeBuffer, texts_of
+from draftproof.native.trees import TreeBuffer, search_member, texts_of
 
 BEST = 8
 """Successors kept per context."""
@@ -62,10 +63,11 @@ class TokenRecycling(Drafter):
         self._last: Tensor | None = None                    # [rows] each row's last committed token
         self._owners = torch.zeros(0, dtype=torch.int64)    # [rows]
         self._coming = dict[int, int]()                     # owners of new rows
+        self._member: tuple[Tensor, Tensor, Structure] | None = None
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)
-        self._last, self._coming = None, {}
+        self._last, self._coming, self._member = None, {}, None
 
     def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
         self._coming.update(zip(rows, owners, strict=True))
@@ -80,10 +82,10 @@ class TokenRecycling(Drafter):
             self._owners = torch.cat([self._owners, torch.tensor([owner], device=device)])
             self._last = torch.cat([self._last, torch.tensor([ABSENT], device=device)])
         told = slice(commit.rows[0], commit.rows[-1] + 1)
-        last, owners = self._last[told], self._owners[told]
-        if commit.successors is not None:
-            self.ops.run(recycle, self._tables[device], last, owners, commit.successors)
-        last.copy_(commit.tokens.gather(1, commit.count[:, None] - 1)[:, 0])
+        last, owners = self._last, self._owners
+        if told != slice(0, len(last)):
+            last, owners = last[told], owners[told]
+        self.ops.run(recycle, self._tables[device], last, owners, commit)
 
     def propose(self, frontier: Frontier) -> TokenTree:
         prefix, budget = frontier.prefix, frontier.max_draft_tokens
@@ -92,6 +94,16 @@ class TokenRecycling(Drafter):
         rows = self._last, self._owners
         tree = self.ops.run(likely_successors, table, prefix, *rows, sizes, budget + 1)
         return tree if frontier.trees else tree.best_chain()
+
+    def in_c(self, prefix: Prefix) -> Structure:
+        """A search of the table; the same one until rows change."""
+        assert self._last is not None, "a row begins with its prompt"
+        table, last = self._tables[prefix.tokens.device], self._member
+        if last is None or last[0] is not self._last or last[1] is not self._owners:
+            search = _search(table, self._last, self._owners, (WIDTH, FAN, DEPTH))
+            member = search_member(len(self._last), table=search)
+            last = self._member = self._last, self._owners, member
+        return last[2]
 
     def select(self, rows: Sequence[int]) -> None:
         if self._last is not None:
@@ -121,6 +133,7 @@ class SuccessorTable:
         self.tokens = lazy_zeros(size, BEST, dtype=torch.int32, device=device)
         self.confidence = lazy_zeros(size, BEST, dtype=torch.float32, device=device)
 
+    @cached_property
     def in_c(self) -> Structure:
         """The table for the C library."""
         return structure("Table")(
@@ -136,10 +149,16 @@ class SuccessorTable:
         return torch.stack([pair, single + self.slots]), tag | 1
 
 
-def recycle(table: SuccessorTable, last: Tensor, owners: Tensor, seen: Successors) -> None:
-    """Learn the successors of each node of trees; `last` [b]: the tokens before the roots.
+def recycle(table: SuccessorTable, last: Tensor, owners: Tensor, commit: Commit) -> None:
+    """Learn the successors of each node of trees; `last` [b]: the tokens before the roots, and
+    then the last committed ones."""
+    if commit.successors is not None:
+        _learn(table, last, owners, commit.successors)
+    last.copy_(commit.tokens.gather(1, commit.count[:, None] - 1)[:, 0])
 
-    Absent nodes are ignored. Of two entries for one slot, the later one stays."""
+
+def _learn(table: SuccessorTable, last: Tensor, owners: Tensor, seen: Successors) -> None:
+    """Absent nodes are ignored. Of two entries for one slot, the later one stays."""
     tokens, parents = seen.tree.tokens, seen.tree.parents
     before = torch.where(parents < 0, last[:, None], tokens.gather(1, parents.clamp(min=0)))
     place, tag = table.place(before, tokens, owners[:, None])                       # [2, b, N]
@@ -186,12 +205,15 @@ def likely_successors(
 
 @cpu_kernel(recycle)
 def _recycle(
-    library: Kernels, table: SuccessorTable, last: Tensor, owners: Tensor, seen: Successors
+    library: Kernels, table: SuccessorTable, last: Tensor, owners: Tensor, commit: Commit
 ) -> None:
-    library(
-        "recycle", table.in_c(), seen.tree.tokens, seen.tree.parents, last, owners, seen.tokens,
-        seen.logits.float(), *seen.tokens.shape
-    )
+    if (seen := commit.successors) is not None:
+        learnt = (seen.tree.tokens, seen.tree.parents, seen.tokens, seen.logits.float(),
+                  *seen.tokens.shape[1:])
+    else:
+        learnt = (None, None, None, None, 0, 0)
+    library("recycle", table.in_c, last, owners, len(last), *learnt, commit.tokens, commit.count,
+            commit.tokens.shape[1])
 
 
 @cpu_kernel(likely_successors)
@@ -200,5 +222,12 @@ def _likely_successors(
     sizes: tuple[int, int, int], nodes: int
 ) -> TokenTree:
     out = TreeBuffer(len(prefix.position), nodes)
-    library("likely_successors", table.in_c(), texts_of(prefix), last, owners, *sizes, out.output)
+    search = _search(table, last, owners, sizes)
+    library("likely_successors", search, texts_of(prefix), nodes - 1, out.output)
     return out.tree(sizes[2])
+
+
+def _search(
+    table: SuccessorTable, last: Tensor, owners: Tensor, sizes: tuple[int, int, int]
+) -> Structure:
+    return structure("TableSearch")(table.in_c, last, owners, *sizes, len(last))

@@ -1,5 +1,5 @@
 /* Drafting by earlier successors, and by several members, weighted by their accuracy. */
-#include "pools.h"
+#include "searches.h"
 
 /* The trees of pools. */
 void draftproof_likeliest(const int64_t *pool /* [rows, size] */,
@@ -8,15 +8,6 @@ void draftproof_likeliest(const int64_t *pool /* [rows, size] */,
     for (int64_t r = 0; r < rows; r++)
         grow_tree(pool + r * size, above + r * size, probs + r * size, size, APART, out, r);
 }
-
-/* The `best` likeliest successors of pairs of tokens and of single tokens, each from the text of an
- * owner. As in drafters/token_recycling.py. */
-typedef struct {
-    int32_t *tags /* [2 * slots] */, *tokens /* [2 * slots, best] */;
-    int64_t *owners /* [2 * slots] */;
-    float *probs /* [2 * slots, best] */;
-    int64_t best, slots, shift, token, before, absent;
-} Table;
 
 /* The slot and the tag of a token in an owner's text, after another token or alone. */
 static inline int64_t placed(const Table *table, int64_t before, int64_t token, int64_t owner,
@@ -28,12 +19,17 @@ static inline int64_t placed(const Table *table, int64_t before, int64_t token, 
 }
 
 /* Learn the `count` best tokens after each node of trees, and their logits; the table keeps as many
- * as it has room for. last: the tokens before the roots. */
-void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, nodes] */,
-        const int64_t *parents /* [rows, nodes] */, const int64_t *last /* [rows] */,
-        const int64_t *owners /* [rows] */, const int64_t *best /* [rows, nodes, count] */,
-        const float *logits /* [rows, nodes, count] */, int64_t rows, int64_t nodes,
-        int64_t count) {
+ * as it has room for. last: the tokens before the roots, which become the last of `lengths` committed
+ * tokens. */
+void draftproof_recycle(const Table *table, int64_t *last /* [rows] */,
+        const int64_t *owners /* [rows] */, int64_t rows,
+        const int64_t *tokens /* [rows, nodes] or null */,
+        const int64_t *parents /* [rows, nodes] or null */,
+        const int64_t *best /* [rows, nodes, count] or null */,
+        const float *logits /* [rows, nodes, count] or null */, int64_t nodes, int64_t count,
+        const int64_t *committed /* [rows, width] */, const int64_t *lengths /* [rows] */,
+        int64_t width) {
+    if (!tokens || !parents || !best || !logits) nodes = 0;
     for (int64_t i = 0; i < rows * nodes; i++) {
         int64_t r = i / nodes, token = tokens[i],
                 before = parents[i] < 0 || parents[i] >= nodes ? last[r]
@@ -53,14 +49,18 @@ void draftproof_recycle(const Table *table, const int64_t *tokens /* [rows, node
             }
         }
     }
+    for (int64_t r = 0; r < rows; r++)
+        if (lengths[r] > 0 && lengths[r] <= width) last[r] = committed[r * width + lengths[r] - 1];
 }
 
-/* Trees of the known successors of each root. On each level the `width` likeliest nodes are expanded,
- * the root by all its successors, others by `fan`, down to `depth`. */
-void draftproof_likely_successors(const Table *table, const Texts *texts,
-        const int64_t *last /* [texts->rows] */, const int64_t *owners /* [texts->rows] */,
-        int64_t width, int64_t fan, int64_t depth, TreeOutput *out /* [texts->rows] */) {
-    int64_t most = 1 + table->best + width * fan * depth, pool[most], above[most];
+/* Trees of the known successors of each root, at most `steps` levels deep. */
+void draftproof_likely_successors(const TableSearch *search /* [texts->rows] */,
+        const Texts *texts, int64_t steps, TreeOutput *out /* [texts->rows] */) {
+    const Table *table = search->table;
+    const int64_t *last = search->last, *owners = search->owners;
+    int64_t width = search->width, fan = search->fan,
+            depth = steps < search->depth ? steps : search->depth,
+            most = 1 + table->best + width * fan * depth, pool[most], above[most];
     float probs[most];
     Scored best[width];
     for (int64_t r = 0; r < texts->rows; r++) {
@@ -92,11 +92,9 @@ void draftproof_likely_successors(const Table *table, const Texts *texts,
 
 /* Compare pools that were proposed after roots at `asked` with the texts. Adds to counts, by kind of
  * node: right, and compared. As in drafters/portfolio.py. */
-void draftproof_judge(float *counts /* [count, 2] */, int64_t count, float fade,
-        const int64_t *pool /* [texts->rows, size] */,
-        const int64_t *above /* [texts->rows, size] */,
-        const int64_t *kinds /* [texts->rows, size] */, const int64_t *asked /* [texts->rows] */,
-        int64_t size, const Texts *texts, int64_t absent) {
+static void judge(float *counts, int64_t count, float fade, const int64_t *pool,
+        const int64_t *above, const int64_t *kinds, const int64_t *asked, int64_t size,
+        const Texts *texts, int64_t absent) {
     for (int64_t k = 0; k < 2 * count; k++) counts[k] *= fade;
     for (int64_t r = 0; r < texts->rows; r++, pool += size, above += size, kinds += size) {
         int64_t depth[size];
@@ -113,46 +111,73 @@ void draftproof_judge(float *counts /* [count, 2] */, int64_t count, float fade,
     }
 }
 
-/* A member's trees. */
+/* A member: its trees, or a search that makes them. */
 typedef struct {
-    const int64_t *tokens /* [rows, nodes] */, *parents /* [rows, nodes] */;
+    const int64_t *tokens /* [rows, nodes] or null */, *parents /* [rows, nodes] or null */;
     const float *probs /* [rows, nodes] or null */;
     int64_t nodes, rows;
+    const PromptSearch *prompt /* or null */;
+    const IndexSearch *index /* [rows] or null */;
+    const TableSearch *table /* [rows] or null */;
 } Member;
+
+/* The trees of a member, of `steps` tokens after the root if it is a search; `out` has room for them. */
+static Member searched(const Member *member, const Texts *texts, int64_t steps, TreeOutput *out) {
+    if (member->prompt) draftproof_match_prompt(member->prompt, texts, steps, out);
+    else if (member->index) draftproof_continue_text(member->index, texts, steps, out);
+    else if (member->table) draftproof_likely_successors(member->table, texts, steps, out);
+    else return *member;
+    return (Member){out->tokens, out->parents, out->probs, out->nodes, out->rows};
+}
 
 /* Trees of the likeliest nodes of all members' trees. Probabilities are rates from the counts of
  * `judge`, where each member has `levels` kinds, with the member's own probability, or `untold`, as a
- * prior of `trust` comparisons. Also returned: the pools, with `nodes` for all members side by side,
- * and the kinds of their nodes. */
-void draftproof_merge_trees(const float *counts /* [count, levels, 2] */, int64_t levels,
-        float trust, float untold, const Member *members /* [count] */, int64_t count, int64_t rows,
-        int64_t nodes, int64_t *pools /* [rows, nodes] */, int64_t *parents /* [rows, nodes] */,
-        int64_t *classes /* [rows, nodes] */, TreeOutput *out /* [rows] */) {
-    int64_t size = 0;
-    for (int64_t m = 0; m < count; m++) size += members[m].nodes;
-    if (size > nodes) return;
-    float probs[size];
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t *pool = pools + r * size, *above = parents + r * size, *kinds = classes + r * size,
-                start = 0;
-        for (int64_t m = 0; m < count; start += members[m++].nodes)
-            for (int64_t n = 0; n < members[m].nodes; n++) {
-                const Member *member = members + m;
-                int64_t i = start + n, at = r * member->nodes, up = n ? member->parents[at + n] : 0;
+ * prior of `trust` comparisons. Also returned: the pools, with `nodes` for all members side by side (1 +
+ * `steps` for one that searches), and the kinds of their nodes. First, those of the last round are
+ * judged. */
+void draftproof_merge_trees(float *counts /* [count, levels, 2] */, int64_t levels, float trust,
+        float untold, float fade, const int64_t *last_pools /* [texts->rows, last_nodes] or null */,
+        const int64_t *last_parents /* [texts->rows, last_nodes] or null */,
+        const int64_t *last_kinds /* [texts->rows, last_nodes] or null */,
+        const int64_t *asked /* [texts->rows] or null */, int64_t last_nodes,
+        const Member *members /* [count] */, int64_t count, const Texts *texts, int64_t steps,
+        int64_t nodes, int64_t *pools /* [texts->rows, nodes] */,
+        int64_t *parents /* [texts->rows, nodes] */, int64_t *kinds /* [texts->rows, nodes] */,
+        TreeOutput *out /* [texts->rows] */) {
+    if (last_pools && last_parents && last_kinds && asked) judge(counts, count * levels, fade,
+            last_pools, last_parents, last_kinds, asked, last_nodes, texts, out->absent);
+    int64_t rows = texts->rows, each = 1 + steps, start = 0;
+    int64_t *drafted = (int64_t *)scratch(rows * (5 * each + nodes));
+    float *own = (float *)(drafted + 2 * rows * each), *chances = own + rows * each;
+    for (int64_t m = 0; m < count; m++) {
+        TreeOutput room = {drafted, drafted + rows * each, own, each, out->absent, 1, rows};
+        if (members[m].rows < rows) break;
+        const Member member = searched(members + m, texts, steps, &room);
+        if (start + member.nodes > nodes) break;
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t n = 0; n < member.nodes; n++) {
+                int64_t i = r * nodes + start + n, at = r * member.nodes,
+                        up = n ? member.parents[at + n] : 0;
                 if (up < 0 || up >= n) up = 0;
                 float given = n ? untold : 1;
-                pool[i] = member->tokens[at + n], above[i] = n ? start + up : -1;
-                if (member->probs) {
-                    float before = member->probs[at + up];
-                    given = n ? member->probs[at + n] / (before > 1e-9f ? before : 1e-9f) : 1;
+                if (member.probs) {
+                    float before = member.probs[at + up];
+                    given = n ? member.probs[at + n] / (before > 1e-9f ? before : 1e-9f) : 1;
                 }
                 int64_t level = (int64_t)(given * (float)levels);
                 level = level < levels - 1 ? level : levels - 1;
-                kinds[i] = m * levels + (level > 0 ? level : 0);        /* NaN becomes 0 */
+                pools[i] = member.tokens[at + n], parents[i] = n ? start + up : -1;
+                kinds[i] = m * levels + (level > 0 ? level : 0);      /* NaN becomes 0 */
                 const float *seen = counts + 2 * kinds[i];
                 float step = (seen[0] + trust * given) / (seen[1] + trust);
-                probs[i] = !n ? 1 : pool[i] == out->absent ? 0 : probs[above[i]] * step;
+                chances[i] = !n ? 1 : pools[i] == out->absent ? 0
+                        : chances[r * nodes + parents[i]] * step;
             }
-        grow_tree(pool, above, probs, size, LIKELIEST, out, r);
+        start += member.nodes;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t i = r * nodes + start; i < (r + 1) * nodes; i++)
+            pools[i] = out->absent, parents[i] = kinds[i] = 0, chances[i] = 0;
+        grow_tree(pools + r * nodes, parents + r * nodes, chances + r * nodes, nodes, LIKELIEST, out, r);
     }
 }

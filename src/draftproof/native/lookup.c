@@ -1,5 +1,5 @@
 /* Drafting what followed earlier occurrences of the last tokens: in the text itself, or in an index. */
-#include "pools.h"
+#include "searches.h"
 
 enum { CONTEXT = 16 };                          /* the longest context of the index, in tokens */
 
@@ -20,10 +20,10 @@ static inline float lasting(float match, int64_t ahead) { return (match + (float
  * `near` most recent occurrences of the last two tokens, then of the last one. The `places` with the
  * longest matches, from `shortest` to `longest`, are used, the most recent first among equals, with
  * `steps` tokens from each, repeated cyclically. As in drafters/prompt_lookup.py. */
-void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shortest, int64_t near,
-        int64_t places, int64_t steps, TreeOutput *out /* [texts->rows] */) {
-    int64_t each = 1 + steps, pool[places * each], ends[near], others[near], best[places],
-            lengths[places];
+void draftproof_match_prompt(const PromptSearch *search, const Texts *texts, int64_t steps,
+        TreeOutput *out /* [texts->rows] */) {
+    int64_t longest = search->longest, near = search->near, places = search->places, each = 1 + steps,
+            pool[places * each], ends[near], others[near], best[places], lengths[places];
     float probs[places * each];
     for (int64_t r = 0; r < texts->rows; r++) {
         const int64_t *text = texts->tokens + r * texts->room;
@@ -39,7 +39,7 @@ void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shorte
             int64_t length = 1, at;
             while (length < longest && length <= ends[e]
                     && text[ends[e] - length] == text[last - length]) length++;
-            if (length < shortest) continue;
+            if (length < search->shortest) continue;
             for (at = found < places ? found++ : places; at > 0; at--) {
                 if (lengths[at - 1] > length || (lengths[at - 1] == length
                         && best[at - 1] > ends[e])) break;
@@ -62,19 +62,6 @@ void draftproof_match_prompt(const Texts *texts, int64_t longest, int64_t shorte
         grow_paths(pool, probs, places, each, out, r);
     }
 }
-
-/* Text, and a hash table of the successors of each context of `sizes` tokens (at most CONTEXT), with
- * `ways` entries each: a tag, the last place, and the count. weights hash contexts to slots and tags.
- * Each token of the text has an owner, and is drafted only for texts of this owner. The last token
- * and the last entry are dummies. As in drafters/suffix.py. */
-typedef struct {
-    int64_t *text /* [room] */, *places /* [slots, ways] */, *owners /* [room] */;
-    int32_t *tags /* [slots, ways] */;
-    float *counts /* [slots, ways] */;
-    const int32_t *weights /* [2, count, 16] */;
-    const int64_t *sizes /* [count] */;
-    int64_t room, count, ways, slots, shift, follow, scatter, absent;
-} Index;
 
 /* The first entry of each context at the end of an owner's text, and the base of its successors' tags,
  * both [count]. */
@@ -126,14 +113,13 @@ void draftproof_learn_text(const Index *index, int64_t *tails /* [rows, 16] */,
     }
 }
 
-/* Trees of the `paths` likeliest continuations of each text, `steps` tokens long. begins, ends: the
- * text's own part of the memory; an occurrence there has an extra weight of `own`. */
-void draftproof_continue_text(const Index *index, const Texts *texts,
-        const int64_t *tails /* [texts->rows, 16] */, const int64_t *begins /* [texts->rows] */,
-        const int64_t *ends /* [texts->rows] */, const int64_t *owners /* [texts->rows] */,
-        float own, int64_t paths, int64_t steps, TreeOutput *out /* [texts->rows] */) {
-    int64_t each = 1 + steps, pool[paths * each], places[index->count * index->ways],
-            entries[index->count], context[CONTEXT];
+/* Trees of the likeliest continuations of each text, `steps` tokens long. */
+void draftproof_continue_text(const IndexSearch *search /* [texts->rows] */, const Texts *texts,
+        int64_t steps, TreeOutput *out /* [texts->rows] */) {
+    const Index *index = search->index;
+    const int64_t *begins = search->begins, *ends = search->ends, *owners = search->owners;
+    int64_t each = 1 + steps, paths = search->paths, pool[paths * each],
+            places[index->count * index->ways], entries[index->count], context[CONTEXT];
     uint32_t tags[index->count];
     float probs[paths * each];
     Scored best[paths];
@@ -144,7 +130,7 @@ void draftproof_continue_text(const Index *index, const Texts *texts,
         }
     for (int64_t r = 0; r < texts->rows; r++) {
         int64_t root = texts->tokens[r * texts->room + root_at(texts, r)];
-        memcpy(context, tails + r * CONTEXT + 1, (CONTEXT - 1) * sizeof *context);
+        memcpy(context, search->tails + r * CONTEXT + 1, (CONTEXT - 1) * sizeof *context);
         context[CONTEXT - 1] = root;
         hashed(index, context, owners[r], entries, tags);
         for (int64_t w = 0; w < paths; w++) best[w] = (Scored){0, -1};
@@ -159,7 +145,7 @@ void draftproof_continue_text(const Index *index, const Texts *texts,
                 int alive = token != index->absent && index->owners[place] == owners[r]
                         && index->tags[entry] == tagged(index, tags[o], token);
                 seen[w] = alive ? index->counts[entry]
-                        + (place >= begins[r] && place <= ends[r] ? own : 0) : 0;
+                        + (place >= begins[r] && place <= ends[r] ? search->own : 0) : 0;
                 kinds += (float)alive, total += seen[w];
             }
             float among = kinds + total > 1 ? kinds + total : 1;

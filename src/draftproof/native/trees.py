@@ -8,7 +8,7 @@ from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
 from draftproof.native.declarations import Structure, structure
 
-Texts, TreeOutput = map(structure, ("Texts", "TreeOutput"))
+Texts, TreeOutput, Member = map(structure, ("Texts", "TreeOutput", "Member"))
 
 
 class TreeBuffer:
@@ -38,3 +38,14 @@ def texts_of(prefix: Prefix) -> Structure:
     """
     text, position = prefix.tokens, prefix.position
     return Texts(text, position, len(position), text.shape[1])
+
+
+def search_member(rows: int, **searches: Structure) -> Structure:
+    """A member of a portfolio that the library asks itself.
+
+    Args:
+        rows: Rows that are searched.
+        **searches: `prompt`, `index` or `table`, and the search.
+    """
+    parts = (searches.get(name) for name in ("prompt", "index", "table"))
+    return Member(None, None, None, 0, rows, *parts)

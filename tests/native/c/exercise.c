@@ -347,7 +347,8 @@ static void exercise_lookup(void) {
     int64_t owners[] = {7, (int64_t)3 << 33};
     Texts texts = {random_tokens(100, 5), positions, 2, 50};
     TreeOutput tree = tree_of();
-    library.match_prompt(&texts, 4, 1, 8, 2, 4, &tree);
+    PromptSearch prompt = {4, 1, 8, 2};
+    library.match_prompt(&prompt, &texts, 4, &tree);
     put_tree("match_prompt", &tree, 8);
     enum { SLOTS = 64, WAYS = 4, TEXT = 80 };
     int64_t sizes[] = {2, 4}, *tails = random_tokens(32, 5);
@@ -361,7 +362,8 @@ static void exercise_lookup(void) {
     PUT("learn_text", "integers", index.places, SLOTS * WAYS);
     PUT("learn_text/tags", "bytes", index.tags, SLOTS * WAYS);
     tree = tree_of();
-    library.continue_text(&index, &texts, tails, begins, ends, owners, 0.5f, 3, 3, &tree);
+    IndexSearch continued = {&index, tails, begins, ends, owners, 0.5f, 3, 2};
+    library.continue_text(&continued, &texts, 3, &tree);
     put_tree("continue_text", &tree, 8);
     Table table = {.tags = memory(2 * SLOTS * 4), .tokens = memory(2 * SLOTS * 3 * 4),
         .owners = memory(2 * SLOTS * 8),
@@ -370,25 +372,28 @@ static void exercise_lookup(void) {
     int64_t parents[100], last[] = {1, 2};
     for (int i = 0; i < 100; i++) parents[i] = i % 50 - 1;
     int64_t *next = random_tokens(300, 5);
-    library.recycle(&table, texts.tokens, parents, last, owners, next, random_floats(300, 0, 3), 2,
-            50, 3);
+    library.recycle(&table, last, owners, 2, texts.tokens, parents, next, random_floats(300, 0, 3),
+            50, 3, texts.tokens, counts, 50);
     PUT("recycle", "bytes", table.tags, 2 * SLOTS);
+    PUT("recycle/last", "integers", last, 2);
     tree = tree_of();
-    library.likely_successors(&table, &texts, last, owners, 2, 2, 3, &tree);
+    TableSearch likely = {&table, last, owners, 2, 2, 3, 2};
+    library.likely_successors(&likely, &texts, 3, &tree);
     put_tree("likely_successors", &tree, 8);
     tree = tree_of();
-    float *probs = random_floats(40, 0, 1), *judged = random_floats(8, 0, 4);
+    float *probs = random_floats(40, 0, 1), *judged = random_floats(10, 0, 4);
     int64_t *pool = random_tokens(40, 5), *kinds = random_tokens(40, 4), above[40];
     for (int i = 0; i < 40; i++) above[i] = i % 20 ? random_bits() % (i % 20) : -1;
     library.likeliest(pool, above, probs, 2, 20, &tree);
     put_tree("likeliest", &tree, 8);
-    library.judge(judged, 4, 0.9f, pool, above, kinds, positions, 20, &texts, ABSENT);
-    PUT("judge", "near", judged, 8);
-    Member members[2] = {{pool, above, probs, 10, 2}, {pool + 20, above + 20, NULL, 10, 2}};
-    int64_t pools[40], places[40], classes[40];
+    Member members[] = {{pool, above, probs, 10, 2}, {pool + 20, above + 20, NULL, 10, 2},
+        {.rows = 2, .prompt = &prompt}, {.rows = 2, .index = &continued},
+        {.rows = 2, .table = &likely}};
+    int64_t pools[64], places[64], classes[64];
     tree = tree_of();
-    library.merge_trees(random_floats(16, 0, 4), 4, 2, 0.3f, members, 2, 2, 20, pools, places,
-            classes, &tree);
+    library.merge_trees(judged, 1, 2, 0.3f, 0.9f, pool, above, kinds, positions, 20, members, 5,
+            &texts, 3, 32, pools, places, classes, &tree);
+    PUT("merge_trees/judged", "near", judged, 10);
     put_tree("merge_trees", &tree, 8);
 }
 
