@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import pytest
 
-from draftproof.engine.budget import DEBT, RATE, STALE, Adaptive, presets
+from draftproof.engine.budget import DEBT, PEEK, RATE, STALE, Adaptive, presets
 from draftproof.requests.stats import Round, State
 
 Luck = Callable[[int, int, int], float]
@@ -31,6 +31,7 @@ class World:
     """costs: plain steps of a round by its size and the tokens so far. prompt: tokens that a
     drafter must read, for `setup` plain steps. neighbour: whether another process runs at so many
     tokens; rounds then take twice as long, and the longer one is, the likelier it is interrupted.
+    sure: the confidence of each node, by tokens so far. asking: plain steps of a proposal.
     """
 
     luck: Luck
@@ -39,6 +40,8 @@ class World:
     prompt: int = 0
     setup: float = 0.0
     neighbour: Callable[[int], bool] = lambda written: False
+    sure: Callable[[int], float] = lambda written: 0.0
+    asking: float = 0.0
     seed: int = 0
     time: float = 0.0
     written: int = 0
@@ -49,15 +52,21 @@ class World:
         dice, clock = random.Random(self.seed + self.written), random.Random(self.seed)
         end, unread = self.written + tokens, self.prompt
         while self.written < end:
-            size, count = budget.choose(State(1, 100, end - self.written, unread)), 0
+            state, count = State(1, 100, end - self.written, unread), 0
+            size = asked = budget.peek(state) if budget.cooldown else budget.choose(state)
+            if budget.cooldown and asked:
+                size = budget.worth_reading([self.sure(self.written)] * asked)
+            asking = self.asking if asked else 0.0
             took = self.costs(size, self.written) + (self.setup if size and unread else 0.0)
+            took += asking
             while count < size and dice.random() < self.luck(self.written, count, size):
                 count += 1
             unread = 0 if size else unread + (1 if unread else 0)
             emitted, seconds = min(count + 1, end - self.written), 0.01 * took * self.noise(clock)
             if self.neighbour(self.written):
                 seconds = 2 * seconds + 0.06 * (clock.random() > 0.85**took)
-            budget.record(Round(size, 1, range(1, count + 1), emitted, seconds))
+            budget.record(Round(size, 1, range(1, count + 1), emitted, seconds, drafted=size,
+                                asking=0.01 * asking))
             self.time, self.written = self.time + took, self.written + emitted
             self.sizes.append(size)
         return self
@@ -120,6 +129,41 @@ def test_the_loss_of_any_sequence_of_drafts_is_bounded(
     result = world(SPITEFUL[luck], draft).run(Adaptive(8, debt=debt, rate=rate), 1200)
     assert result.time <= (1 + rate) * result.written + debt + (draft + 0.02) * 8
     assert any(result.sizes) or not debt, "it never drafted: that proves nothing"
+
+
+def test_confident_drafts_are_noticed_in_a_cooldown() -> None:
+    """Nothing can be drafted until the text repeats itself. The debt is not repaid by then."""
+    late: Luck = lambda written, depth, size: float(written >= 60)  # noqa: E731
+
+    def simulated(sure: float) -> list[float]:
+        return [world(late, 0.1, noise=busy, seed=1000 * seed, asking=0.05,
+                      sure=lambda written: sure * (written >= 60)).run(Adaptive(8), 160).per_token
+                for seed in range(8)]
+
+    assert max(simulated(0.95)) < 0.62 < 0.7 < statistics.mean(simulated(0.0))
+
+
+def test_dear_drafters_are_seldom_asked_in_a_cooldown() -> None:
+    """Their proposals take no more than a share of the time, and none if they must read first."""
+    for asking, unread in ((0.05, 0), (2.0, 0), (0.05, 20)):
+        trial, budget = world(0.0, 0.1, asking=asking), Adaptive(8)
+        trial.run(budget, 200)
+        before, budget.cooldown = trial.time, 16
+        peeks = 0
+        for _ in range(1000):
+            budget.cooldown = 16
+            peeks += budget.peek(State(1, 100, 100.0, unread)) > 0
+            budget.record(Round(0, 1, [], 1, 0.01, asking=0.01 * asking * budget.peeking))
+        assert trial.time == before and peeks * asking <= 1.05 * 1000 * PEEK
+        assert (peeks > 0) == (unread == 0 and asking < 1)
+
+
+@pytest.mark.parametrize("asking", [0.0, 0.05])
+def test_wrong_confidence_costs_no_more_than_the_debt(asking: float) -> None:
+    """It is sure, and never right."""
+    trial = world(0.0, 0.1, asking=asking, sure=lambda written: 0.9).run(Adaptive(8), 1200)
+    assert trial.time <= (1 + RATE + PEEK) * trial.written + DEBT + 0.12 * 8 + asking
+    assert any(trial.sizes)
 
 
 @pytest.mark.parametrize(("draft", "most"), [(0.1, 0.75), (0.25, 0.85)])

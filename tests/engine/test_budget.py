@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -51,6 +52,45 @@ def test_no_sequence_of_budgets_changes_the_text(
     monkeypatch.setattr(Target, "ragged_batches", True)
     adaptive = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=Adaptive(9))
     assert [texts(adaptive, asked, **wish) for _ in range(2)] == [wanted] * 2
+
+
+class Peeking(Wild):
+    """Cools down most of the time, asks nevertheless, and reads as much as it likes."""
+
+    min_confidence = 1e-9
+
+    def __init__(self, most: int, seed: int) -> None:
+        super().__init__(most, seed)
+        self.min_confidence, self.cooldown = 1e-9, 1
+        self.read = list[tuple[int, int]]()             # nodes of a draft, and how many are read
+
+    def peek(self, state: State) -> int:
+        return self.choose(state)
+
+    def worth_reading(self, confidence: Sequence[float]) -> int:
+        assert all(0 <= chance <= 1 for chance in confidence)
+        self.read.append((len(confidence), self.dice.choice((0, 1, 3, self.max_draft_tokens))))
+        self.cooldown = 0 if self.read[-1][1] else self.cooldown
+        return self.read[-1][1]
+
+    def record(self, done: Round) -> None:
+        super().record(done)
+        self.cooldown = self.dice.choice((0, 3))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_read_in_a_cooldown_do_not_change_the_text(drafter: str, rows: int) -> None:
+    """Of a tree, the likeliest nodes are read. Drafters with a KV cache are not asked."""
+    asked, wish = prompts(6, seed=3), {"max_new_tokens": 24, "sampling": BOTH, "batch_size": rows}
+    wanted = texts(Engine(target()), asked, **wish)
+    budget = Peeking(9, 1)
+    engine = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=budget)
+    assert texts(engine, asked, **wish) == wanted
+    nodes = [sum(done.rows for done in budget.rounds), sum(done.drafted for done in budget.rounds)]
+    assert nodes[1] <= 9 * nodes[0] and all(done.asking > 0 for done in budget.rounds)
+    if drafter in ("medusa", "redrafter", "merged"):
+        assert len({size for _, size in budget.read}) > 2
 
 
 def test_budgets_receive_the_results_of_their_rounds() -> None:

@@ -22,6 +22,8 @@ from draftproof.requests.stats import Round, State
 DEBT = 3.0          # plain steps that may be lost
 CREDIT = 12.0       # earlier gains, in plain steps, that may be lost again
 RATE = 0.01         # share of plain decoding's time that repays the debt
+PEEK = 0.01        # share of a cooldown's time in which the drafter is asked nevertheless
+SURE = 1.1          # expected speed-up by a draft that is read in a cooldown
 KEPT = 0.98         # decay of counts per draft
 POOL = 4.0          # weight of the prior of a node's acceptance, in rounds
 MEMORY = 16         # rounds that seconds are averaged over, and of a cooldown
@@ -65,6 +67,29 @@ class Budget(ABC):
         Returns:
             Nodes to draft per row; 0 for none.
         """
+
+    def peek(self, state: State) -> int:
+        """Choose whether to ask the drafter during a cooldown. Its draft is read only as far as
+        `worth_reading` says.
+
+        Args:
+            state: The batch before the round.
+
+        Returns:
+            Nodes to ask for, per row; 0 for none. Default: none.
+        """
+        return 0
+
+    def worth_reading(self, confidence: Sequence[float]) -> int:
+        """Choose how much to read of a draft that was made during a cooldown.
+
+        Args:
+            confidence: Of each node, the average over rows.
+
+        Returns:
+            A size; 0 for a plain round. The cooldown ends with any other. Default: 0.
+        """
+        return 0
 
     def at_most(self, count: int) -> int:
         """The largest size within a limit, among those it chooses from.
@@ -170,6 +195,10 @@ class Adaptive(Budget):
         self.now, self.unread = Costs(self.sizes), 0            # of the coming round
         self.ratios = deque([1.0] * RECENT, RECENT)             # seconds of rounds / known seconds
         self.debt, self.repayment = 0.0, rate                   # plain steps; per plain step
+        self.asking = 0.0                                       # seconds of a proposal
+        self.peeking, self.waited = False, 0    # in this round; rounds since the last proposal
+        self.peeks = 0.0                        # plain steps that are left for peeks
+        self.per_node = 1 / MEMORY                              # plain steps to read a node
         self.per_unread = 0.0                                   # seconds per token caught up
         self.catch_up_cost = 0.0                                # the same in plain steps, in all
 
@@ -194,6 +223,27 @@ class Adaptive(Budget):
             return size
         self.cooldown = min(MEMORY, int(left))
         return 0
+
+    def peek(self, state: State) -> int:
+        plain, self.waited = self.now.mean[0], self.waited + 1
+        price = self.asking * (1 + self.waited / MEMORY)        # it learns these rounds' tokens, too
+        due = state.unread == 0 < price <= (self.peeks + PEEK * self.waited) * plain
+        if not due or state.remaining <= 1 or self.debt >= self.limit:
+            return 0
+        self.peeking = True
+        return self.max_draft_tokens
+
+    def worth_reading(self, confidence: Sequence[float]) -> int:
+        expected, size, tokens = SURE, 0, [1.0]
+        for chance in sorted(confidence, reverse=True):
+            tokens.append(tokens[-1] + chance)
+        for candidate in self.sizes[1:]:
+            nodes = min(candidate, len(confidence))
+            speedup = tokens[nodes] / (1 + self.per_node * nodes)
+            if speedup > expected:
+                expected, size = speedup, candidate
+        self.cooldown = 0 if size else self.cooldown
+        return size
 
     def _best(self, left: float) -> tuple[float, int]:
         """Seconds per token of the best size, and this size. Sizes more than twice as large as any
@@ -225,6 +275,9 @@ class Adaptive(Budget):
 
     def record(self, done: Round) -> None:
         self.cooldown = max(0, self.cooldown - 1)
+        if self.peeking:
+            self.peeks += PEEK * self.waited - done.asking / self.now.mean[0]
+            self.peeking, self.waited = False, 0
         if self.cooldown:
             self.debt -= self.repayment
             self._follow_machine(0, done.seconds)
@@ -234,6 +287,8 @@ class Adaptive(Budget):
             now.since_plain = now.since_plain + 1 if index else 0
         if index:
             self._count(done)
+            self._time_nodes(done)
+            self.waited = 0
         if index and self.unread and done.seconds:
             each = max(0.0, done.seconds - now.estimate(index)) / self.unread
             known = self.per_unread or each
@@ -279,6 +334,14 @@ class Adaptive(Budget):
                 now.doubts, now.since_plain = [], STALE
             return False
         return True
+
+    def _time_nodes(self, done: Round) -> None:
+        """Average the seconds of a proposal, and those of reading a node."""
+        plain, known = self.now.mean[0], self.asking or done.asking
+        self.asking = known + (min(done.asking, 4 * known) - known) / 4
+        if done.drafted and plain:
+            each = ((done.seconds - done.asking) / plain - 1) * done.rows / done.drafted
+            self.per_node += (min(max(each, 0.0), 4 * self.per_node) - self.per_node) / 4
 
     def _count(self, done: Round) -> None:
         """Count the accepted nodes, by the size that added them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class Decoder:
         start = time.perf_counter()
         self.forced = self._forced() if batch.has_rules else []
         frontier = self._frontier()
-        tree = self._draft(frontier)
+        frontier, tree = self._draft(frontier)
         drafted = time.perf_counter()
         if prefill is None:
             reading = self.target.read(tree, batch.view, hidden_layers=self.drafter.hidden_layers)
@@ -96,11 +97,12 @@ class Decoder:
         observed = time.perf_counter()
         done = self._deliver(frontier, tree, reading, commit, accepted)
         seconds = time.perf_counter() - start
-        self.clock.add_round(drafted - start + observed - kept, verified - drafted, seconds)
+        asking = drafted - start + observed - kept
+        self.clock.add_round(asking, verified - drafted, seconds)
         # forced tokens say nothing about the drafter's own, and a chunk's seconds nothing about
         # their cost
         if not (self.forced or chunk):
-            self.budget.record(done._replace(seconds=seconds))
+            self.budget.record(done._replace(seconds=seconds, asking=asking))
         if self.chunks is not None and chunk:
             self.chunks.pass_took(chunk, nodes, seconds)
         elif self.chunks is not None:
@@ -196,9 +198,12 @@ class Decoder:
             remaining += row.limit - len(row.tokens)
         # rows with forced tokens need no drafter; one with a KV cache reads only its own tokens
         forced = self.forced and (all(self.forced) or self.drafter.has_kv_cache)
-        if self.budget.max_draft_tokens and not self.budget.cooldown and not forced:
+        cools = self.budget.cooldown
+        peeks = cools and self.ends_early and not self.drafter.has_kv_cache
+        if self.budget.max_draft_tokens and (peeks or not cools) and not forced:
             unread = self.drafter.unread(len(self.batch.pending))
-            nodes = self.budget.choose(State(len(rows), longest, remaining / len(rows), unread))
+            state = State(len(rows), longest, remaining / len(rows), unread)
+            nodes = self.budget.peek(state) if peeks else self.budget.choose(state)
             nodes = self._within_chunk(nodes)
         if nodes and self.ends_early and len(rows) > 1 and self.target.ragged_batches:
             row_limit = min(nodes + max(2, nodes // 2), self.budget.max_draft_tokens)
@@ -218,14 +223,25 @@ class Decoder:
         most = self.chunks.most_drafts(len(self.batch.running))
         return self.budget.at_most(min(nodes, most))
 
-    def _draft(self, frontier: Frontier) -> TokenTree:
-        """Forced tokens and the drafter's proposal, checked and cut to the budget."""
+    def _draft(self, frontier: Frontier) -> tuple[Frontier, TokenTree]:
+        """Forced tokens and the drafter's proposal, checked and cut to the budget; and how much was
+        drafted in the end."""
         if not (frontier.max_draft_tokens or self.forced):
-            return TokenTree.chain(frontier.prefix.root[:, None])
+            return frontier, TokenTree.chain(frontier.prefix.root[:, None])
         tree = self._proposal(frontier)
+        if self.budget.cooldown and frontier.max_draft_tokens:
+            size, tree = self._worth_reading(tree)
+            frontier = replace(frontier, max_draft_tokens=size)
         if self.forced:
             tree = with_forced(tree, self.forced, frontier, self.budget.max_draft_tokens)
-        return self.batch.view.truncate_tree(tree)
+        return frontier, self.batch.view.truncate_tree(tree)
+
+    def _worth_reading(self, tree: TokenTree) -> tuple[int, TokenTree]:
+        """The part of a draft that is read though the budget cools down, and its size."""
+        size = 0
+        if tree.confidence is not None and tree.tokens.shape[1] > 1:
+            size = self.budget.worth_reading(tree.confidence[:, 1:].mean(0).tolist())
+        return size, tree.within_budget(size) if size else TokenTree.chain(tree.tokens[:, :1])
 
     def _proposal(self, frontier: Frontier) -> TokenTree:
         if frontier.max_draft_tokens == 0:
@@ -282,7 +298,7 @@ class Decoder:
         scored = reading.logits if batch.wants_logprobs else None
         outputs = row_outputs(tree, accepted, new, scored, self.ops, batch.top_logprobs)
         ranks = tree.budget_rank.tolist() if tree.budget_rank is not None else None
-        by, nodes, total = list[list[str]](), list[int](), 0
+        by, nodes, total, drafted = list[list[str]](), list[int](), 0, 0
         if self.watch is not None:
             forced = [[NAME] * tree.tokens.shape[1]] * len(tree.tokens)
             alone = self.forced and not frontier.max_draft_tokens
@@ -302,8 +318,10 @@ class Decoder:
             width, count = tree.tokens.shape[1] - 1, len(out.tokens) - 1
             row.stats.record(width, out.drafted, out.reach, count, emitted, strayed)
             total += emitted
+            drafted += out.drafted
         chain = tree.is_chain and ranks is None
-        return Round(frontier.max_draft_tokens, len(batch.running), nodes, total, 0.0, chain)
+        size, count = frontier.max_draft_tokens, len(batch.running)
+        return Round(size, count, nodes, total, 0.0, chain, drafted)
 
     def _start(self, groups: Sequence[Samples], logits: Tensor) -> None:
         """Start samples whose prompts were read; logits [b, 1, V] follow the prompts."""

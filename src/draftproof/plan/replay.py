@@ -103,13 +103,23 @@ class SimulatedClock(Budget):
         self.cooldown = self.inner.cooldown
         return size
 
+    def peek(self, state: State) -> int:
+        self.unread = state.unread
+        return self.inner.peek(state)
+
+    def worth_reading(self, confidence: Sequence[float]) -> int:
+        size = self.inner.worth_reading(confidence)
+        self.cooldown = self.inner.cooldown
+        return size
+
     def record(self, done: Round) -> None:
         tree, context = self.target.tree, 1 + fmean(self.target.lengths[: done.rows])
         sizes = tree.sizes if self.target.ragged_batches else [tree.tokens.shape[1] - 1]
         took = self.machine.round(self.sampled, done.rows, fmean(sizes), context)
-        took += self._draft_seconds(done, fmean(sizes))
+        asking = self._draft_seconds(done, fmean(sizes))
+        took, noise = took + asking, self.dice.choice(self.machine.noise)
         self.total += took
-        self.inner.record(done._replace(seconds=took * self.dice.choice(self.machine.noise)))
+        self.inner.record(done._replace(seconds=took * noise, asking=asking * noise))
         self.cooldown = self.inner.cooldown
 
     def read_prompts(self, tokens: int) -> None:
