@@ -234,7 +234,11 @@ class Decoder:
             frontier = replace(frontier, max_draft_tokens=size)
         if self.forced:
             tree = with_forced(tree, self.forced, frontier, self.budget.max_draft_tokens)
-        return frontier, self.batch.view.truncate_tree(tree)
+        tree, prefix = self.batch.view.truncate_tree(tree), frontier.prefix
+        if tree.depth_limit < prefix.ahead and self.ops.on_host and not frontier.sampler.greedy:
+            # noise is made for no more tokens than were drafted
+            frontier = replace(frontier, prefix=replace(prefix, ahead=tree.depth_limit))
+        return frontier, tree
 
     def _worth_reading(self, tree: TokenTree) -> tuple[int, TokenTree]:
         """The part of a draft that is read though the budget cools down, and its size."""
