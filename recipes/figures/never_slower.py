@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> list[Row]:
     n, rows = args.new_tokens, list[Row]()
     for case in [
         *(Case(name, n) for name in drafters), *(Case(name, n, cold=True) for name in drafters),
+        Case(best, n, 1, 1.5, cold=True),
         *(Case(name, *rest) for name in ("always wrong", best) for rest in (
             (SHORT,), (n, 4), (n, 16), (n, 1, 1.5), (n, 1, 0.0, LONG))),
     ]:

@@ -226,7 +226,7 @@ class Adaptive(Budget):
 
     def peek(self, state: State) -> int:
         plain, self.waited = self.now.mean[0], self.waited + 1
-        price = self.asking * (1 + self.waited / MEMORY)        # it learns these rounds' tokens, too
+        price = self.asking * (1 + self.waited / MEMORY)        # these rounds are learnt then
         due = state.unread == 0 < price <= (self.peeks + PEEK * self.waited) * plain
         if not due or state.remaining <= 1 or self.debt >= self.limit:
             return 0
