@@ -51,10 +51,10 @@ typedef struct {
     int32_t *query_words, *probability_words, *code_sums, *query_tiles;
     uint8_t *probability_tiles;
     int64_t tile_stride;
-} Heard;
+} Pass;
 
 /* Whether tiles multiply keys, which they can if a key fills lines of the cache. */
-static inline int by_tiles(const Heard *of) {
+static inline int by_tiles(const Pass *of) {
     int64_t each = of->held.key_scales ? 1 : (int64_t)sizeof(bf16);
     return TILES && of->size * each % 64 == 0;
 }
@@ -123,7 +123,7 @@ static Softmax softened(float *scores, int64_t start, int64_t end) {
 /* Turns a query's scores into probabilities, in text order: from the beginning of its window to
  * `length`, then the nodes of its path, each span by itself. Those of other nodes, and of slots
  * that only other queries see, become 0. */
-static void all_softened(const Heard *of, const Query *query, float *scores, Softmax *found) {
+static void all_softened(const Pass *of, const Query *query, float *scores, Softmax *found) {
     int64_t base = of->base, last = of->length - base, deep = of->nodes ? query->deep : 0;
     int64_t start = query->start > base ? query->start - base : 0, end = last + deep;
     /* whether nodes of other paths lie between its own */
@@ -162,7 +162,7 @@ static void all_softened(const Heard *of, const Query *query, float *scores, Sof
 /* Transposes WORDS words of the BLOCK keys from `slot` on, from the `i`-th number on: each word of
  * all these keys side by side. Only `some` words belong to the keys. Memory after the last slot may
  * not belong to the store, and is not read. */
-static void transposed_keys(const Heard *of, int64_t slot, int64_t i, int64_t some, lanes *tile) {
+static void transposed_keys(const Pass *of, int64_t slot, int64_t i, int64_t some, lanes *tile) {
     int64_t each = of->held.key_scales ? 1 : (int64_t)sizeof(bf16), stride = of->size * each;
     int64_t keys = of->length + of->nodes - slot, word = (int64_t)sizeof(int32_t);
     const char *from = (const char *)of->held.keys + slot * stride + i * each;
@@ -189,7 +189,7 @@ ALWAYS lanes number_of(bits word, const int n) { return (lanes)(n ? word & ~0xff
  * `count` words in the tile, whose first is the `i`-th number. Each score is a sum along size.
  * Prefetches the same words of keys 2 * BLOCK slots ahead, while it reads the tile for the first
  * queries. */
-ALWAYS void scored(const Heard *of, int64_t first, const int some, int64_t slot, int64_t i,
+ALWAYS void scored(const Pass *of, int64_t first, const int some, int64_t slot, int64_t i,
         int64_t count, const lanes *tile, float scale) {
     const float *heads = of->heads + first * of->size + i;
     float *scores = of->scores + first * of->stride + slot - of->base;
@@ -214,7 +214,7 @@ ALWAYS void scored(const Heard *of, int64_t first, const int some, int64_t slot,
 
 #include "attention_tiles.h"
 
-static void all_scored(const Heard *of, float scale) {
+static void all_scored(const Pass *of, float scale) {
     int64_t first = of->earliest > of->base ? of->earliest / BLOCK * BLOCK : of->base;
     lanes tile[WORDS];
 #if TILES
@@ -236,13 +236,13 @@ static void all_scored(const Heard *of, float scale) {
 #include "attention_codes.h"
 
 /* LANES numbers of the values of a slot, from the `i`-th on. */
-ALWAYS lanes value_at(const Heard *of, int64_t slot, int64_t i) {
+ALWAYS lanes value_at(const Pass *of, int64_t slot, int64_t i) {
     return wide((const bf16 *)of->held.values + slot * of->size + i);
 }
 
 /* Continues the sums of values of `some` queries from `first` on over slots `from` to `to`, V
  * vectors at a time. Prefetches slots NEAR ahead. */
-ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int V, int64_t from,
+ALWAYS void summed_on(const Pass *of, int64_t first, const int some, const int V, int64_t from,
         int64_t to) {
     const float *chances = of->scores + first * of->stride - of->base;
     const char *values = of->held.values;
@@ -268,7 +268,7 @@ ALWAYS void summed_on(const Heard *of, int64_t first, const int some, const int 
 
 /* Sums of values of `some` queries from `first` on, over slots `from` to `to`, in groups that stay
  * in the L1 cache, and these `count` slots after them. */
-ALWAYS void summed(const Heard *of, int64_t first, const int some, int64_t from, int64_t to,
+ALWAYS void summed(const Pass *of, int64_t first, const int some, int64_t from, int64_t to,
         const int64_t *slots, int64_t count) {
     memset(of->sums + first * of->size, 0, (size_t)(some * of->size) * sizeof(float));
     for (int64_t s = from, next; s < to; s = next) {
@@ -285,7 +285,7 @@ ALWAYS void summed(const Heard *of, int64_t first, const int some, int64_t from,
 
 /* All slots with positions in the span from `begin` on, except those of nodes on no path, which may
  * never have been written. */
-static void all_summed(const Heard *of, int64_t begin) {
+static void all_summed(const Pass *of, int64_t begin) {
     int64_t deep[of->nodes + 1], slots[of->nodes + 1], some = 0, end = begin + SPAN;
     memset(deep, 0, sizeof deep);
     for (int64_t q = 0; of->nodes && q < of->count; q++)
@@ -351,7 +351,7 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
     int64_t groups = whole_groups(count);
     Query queries[count];
     Softmax found[most], whole[count], parts[most][count];
-    Heard heard = {
+    Pass pass = {
         .queries = queries, .held = held, .size = size, .count = count, .stride = stride,
         .earliest = length,
         .tile_stride = stride + 64,
@@ -359,15 +359,15 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
                 ? groups * (1 + size + stride + 64 + 2 * whole_rows(size))
                 : (count + BLOCK) * size / 2)),
     };
-    float *all = heard.heads + count * size;
-    heard.sums = all + count * size, heard.scores = heard.sums + count * size;
-    heard.query_units = heard.scores + count * stride;
-    heard.code_sums = (int32_t *)(heard.query_units + groups);
-    heard.query_words = heard.code_sums + 2 * groups * whole_rows(size);
-    heard.query_tiles = heard.query_words + groups * size / 2;
-    heard.probability_words = heard.query_tiles + groups * size / 2;
-    heard.probability_tiles = (uint8_t *)heard.probability_words;     /* either of them */
-    if (!held.key_scales) heard.query_tiles = (int32_t *)heard.query_units;
+    float *all = pass.heads + count * size;
+    pass.sums = all + count * size, pass.scores = pass.sums + count * size;
+    pass.query_units = pass.scores + count * stride;
+    pass.code_sums = (int32_t *)(pass.query_units + groups);
+    pass.query_words = pass.code_sums + 2 * groups * whole_rows(size);
+    pass.query_tiles = pass.query_words + groups * size / 2;
+    pass.probability_words = pass.query_tiles + groups * size / 2;
+    pass.probability_tiles = (uint8_t *)pass.probability_words;     /* either of them */
+    if (!held.key_scales) pass.query_tiles = (int32_t *)pass.query_units;
 #if TILES
     whole_tiles();
 #endif
@@ -382,38 +382,38 @@ static void attended(const Read *read, const Layer *layer, int64_t row, int64_t 
         rotated(read, kind, x, layer->query, norm, position, own);
         for (int64_t i = 0; i < size; i += LANES) {
             lanes number = wide(own + i);
-            memcpy(heard.heads + q * size + i, &number, sizeof number);
+            memcpy(pass.heads + q * size + i, &number, sizeof number);
         }
-        if (held.key_scales) heard.query_units[q] = encoded_query(&heard, q);
+        if (held.key_scales) pass.query_units[q] = encoded_query(&pass, q);
 #if TILES
-        else if (by_tiles(&heard)) paired_query(&heard, q);
+        else if (by_tiles(&pass)) paired_query(&pass, q);
 #endif
         for (int64_t d = depth, n = node; d >= 0; d--, n = parents[n]) paths[q][d] = n;
         queries[q] = (Query){.place = place, .head = head, .deep = depth + 1, .path = paths[q]};
         whole[q] = (Softmax){0, 0};
         if (kind->window && position >= kind->window)
             queries[q].start = position + 1 - kind->window;
-        if (queries[q].start < heard.earliest) heard.earliest = queries[q].start;
+        if (queries[q].start < pass.earliest) pass.earliest = queries[q].start;
     }
     for (int64_t span = first; span < last; span++) {
         int64_t base = span * SPAN, last_of_text = length / SPAN == span;
-        heard.base = base, heard.length = last_of_text ? length : base + SPAN;
-        heard.nodes = last_of_text ? nodes : 0;
-        if (!last_of_text && heard.earliest >= heard.length) {
+        pass.base = base, pass.length = last_of_text ? length : base + SPAN;
+        pass.nodes = last_of_text ? nodes : 0;
+        if (!last_of_text && pass.earliest >= pass.length) {
             for (int64_t q = 0; spans && q < count; q++)
                 spans->softmaxes[span * spans->queries + from + q] = (Softmax){0, 0};
             continue;
         }
-        int64_t some = (heard.length + heard.nodes - base + SPAN - 1) / SPAN;
-        (held.key_scales ? all_codes_scored : all_scored)(&heard, read->scale);
+        int64_t some = (pass.length + pass.nodes - base + SPAN - 1) / SPAN;
+        (held.key_scales ? all_codes_scored : all_scored)(&pass, read->scale);
         for (int64_t q = 0; q < count; q++) {
-            all_softened(&heard, queries + q, heard.scores + q * stride, found);
+            all_softened(&pass, queries + q, pass.scores + q * stride, found);
             for (int64_t s = 0; s < some; s++) parts[s][q] = found[s];
         }
         for (int64_t s = 0; s < some; s++) {
-            all_summed(&heard, base + s * SPAN);
+            all_summed(&pass, base + s * SPAN);
             for (int64_t q = 0; q < count; q++) {
-                const float *sums = heard.sums + q * size;
+                const float *sums = pass.sums + q * size;
                 if (!spans) {
                     merged(whole + q, all + q * size, parts[s][q], sums, size);
                     continue;

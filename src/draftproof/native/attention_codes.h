@@ -41,13 +41,13 @@ static inline void put_words(const uint8_t *upper, const uint8_t *lower, int64_t
 }
 
 /* The word of a group's first query in tiles of queries [group][size / 4][GROUP][2]. */
-static inline int32_t *tile_of(const Heard *of, int64_t query) {
+static inline int32_t *tile_of(const Pass *of, int64_t query) {
     return of->query_tiles + query / GROUP * of->size / 4 * 2 * GROUP;
 }
 
 /* Writes the codes of a query's numbers, as `put_words`, and for tiles, with signed upper digits;
  * returns what a code of 1 stands for, NaN if a number is NaN. */
-static float encoded_query(const Heard *of, int64_t query) {
+static float encoded_query(const Pass *of, int64_t query) {
     int64_t size = of->size;
     const float *numbers = of->heads + query * size;
     uint8_t upper[WIDEST], lower[WIDEST];
@@ -72,7 +72,7 @@ static float encoded_query(const Heard *of, int64_t query) {
 
 /* Scores of `some` queries from `first` on for the BLOCK slots from `slot` on; the tile has all
  * words of these keys, and `factor` the scale of each, times that of scores. */
-ALWAYS void scored_codes(const Heard *of, int64_t first, const int some, int64_t slot,
+ALWAYS void scored_codes(const Pass *of, int64_t first, const int some, int64_t slot,
         const bits *tile, bits zeros, lanes factor) {
     const int32_t *words = of->query_words + 2 * first;
     bits upper[TOGETHER_CODES] = {}, lower[TOGETHER_CODES] = {};
@@ -97,7 +97,7 @@ ALWAYS void scored_codes(const Heard *of, int64_t first, const int some, int64_t
 
 /* As `scored_codes`, by tiles, for all queries and BLOCK whole keys. A tile's rows are keys, its
  * columns the digits of queries. */
-static void codes_scored_by_tiles(const Heard *of, int64_t slot, lanes factor) {
+static void codes_scored_by_tiles(const Pass *of, int64_t slot, lanes factor) {
 #if TILES
     const char *keys = (const char *)of->held.keys + slot * of->size;
 #define LOAD_KEYS(c, to, other) _tile_loadd(to, keys + 64 * c, of->size);
@@ -124,12 +124,12 @@ static void codes_scored_by_tiles(const Heard *of, int64_t slot, lanes factor) {
 }
 
 /* Prefetches the BLOCK keys from `slot` on. */
-static inline void prefetched_keys(const Heard *of, int64_t slot) {
+static inline void prefetched_keys(const Pass *of, int64_t slot) {
     const char *from = (const char *)of->held.keys + slot * of->size;
     for (int64_t i = 0; i < BLOCK * of->size; i += 64) __builtin_prefetch(from + i);
 }
 
-static void all_codes_scored(const Heard *of, float scale) {
+static void all_codes_scored(const Pass *of, float scale) {
     int64_t first = of->earliest > of->base ? of->earliest / BLOCK * BLOCK : of->base;
     for (int64_t s = first; s < of->length + of->nodes; s += BLOCK) {
         prefetched_keys(of, s + 2 * BLOCK);
@@ -172,7 +172,7 @@ static inline int64_t slot_at(const Slots *slots, int64_t i) {
 /* Writes the codes of a query's probabilities, each times the scale of its slot's values, with
  * zeros up to a multiple of four: as `put_words`, or for tiles, in which they are rows. Returns what
  * a code of 1 stands for. */
-static float encoded_probabilities(const Heard *of, int64_t query, const Slots *slots) {
+static float encoded_probabilities(const Pass *of, int64_t query, const Slots *slots) {
     int64_t whole = slots->to - slots->from, count = number_of_slots(slots);
     float chances[SPAN + of->nodes + LANES];
     uint8_t held[2][SPAN + of->nodes + LANES], *upper = held[0], *lower = held[1];
@@ -207,7 +207,7 @@ static float encoded_probabilities(const Heard *of, int64_t query, const Slots *
 
 /* Interleaves the values of `count` of the slots from the `i`-th on, at most NEAR_CODES: each word
  * has a number of four slots. Prefetches the slots that follow. */
-static void interleaved_values(const Heard *of, const Slots *slots, int64_t i, int64_t count,
+static void interleaved_values(const Pass *of, const Slots *slots, int64_t i, int64_t count,
         bits *to) {
     int64_t size = of->size, whole = size / (4 * LANES) * (4 * LANES);
     for (int64_t n = 0; n < count; n += FOUR) {
@@ -231,7 +231,7 @@ static void interleaved_values(const Heard *of, const Slots *slots, int64_t i, i
 
 /* Continues sums of both digits [query][2][whole rows] of `some` queries from `first` on over the
  * `fours` of interleaved values, V vectors at a time; `words` are those of the first four. */
-ALWAYS void summed_codes_on(const Heard *of, int64_t first, const int some, const int V,
+ALWAYS void summed_codes_on(const Pass *of, int64_t first, const int some, const int V,
         const int32_t *words, int64_t fours, const bits *values) {
     int64_t whole = whole_rows(of->size), vectors = whole / LANES, stride = 2 * of->count;
     for (int64_t v = 0; v < vectors; v += V) {
@@ -259,7 +259,7 @@ ALWAYS void summed_codes_on(const Heard *of, int64_t first, const int some, cons
 
 /* As `summed_codes_on`, by tiles, for all queries over the NEAR_CODES slots from the `i`-th on. A
  * tile's rows are the digits of queries, its columns numbers of a head. */
-static void codes_summed_by_tiles(const Heard *of, int64_t i, const bits *values) {
+static void codes_summed_by_tiles(const Pass *of, int64_t i, const bits *values) {
 #if TILES
     int64_t line = of->size * (int64_t)sizeof(int32_t);
     WRITTEN;
@@ -298,7 +298,7 @@ static void decoded_sums(const int32_t *sums, float unit, float *out, int64_t si
 }
 
 /* Sums of values of all queries over these slots, which are of one span. */
-static void all_codes_summed(const Heard *of, const Slots *slots) {
+static void all_codes_summed(const Pass *of, const Slots *slots) {
     int64_t whole = whole_rows(of->size), count = number_of_slots(slots);
     bits values[NEAR_CODES / FOUR * WIDEST / LANES];
     float units[of->count];

@@ -5,7 +5,7 @@
 #if TILES
 /* Writes a query's numbers to tiles of BLOCK queries, whose columns are queries and whose rows are
  * words of a head. */
-static void paired_query(const Heard *of, int64_t query) {
+static void paired_query(const Pass *of, int64_t query) {
     int32_t *to = of->query_tiles + query / BLOCK * of->size / 2 * BLOCK + query % BLOCK;
     bf16 numbers[WIDEST];
     for (int64_t i = 0; i < of->size; i += LANES)
@@ -15,7 +15,7 @@ static void paired_query(const Heard *of, int64_t query) {
 }
 
 /* The scores of all queries for the BLOCK keys from `slot` on, by tiles, whose rows are keys. */
-static void scored_pairs(const Heard *of, int64_t slot, float scale) {
+static void scored_pairs(const Pass *of, int64_t slot, float scale) {
     int64_t size = of->size, line = size * (int64_t)sizeof(bf16);
     int64_t keys = of->length + of->nodes - slot;
     const char *from = (const char *)of->held.keys + slot * line;

@@ -20,11 +20,11 @@ static void sample_rows(const void *work, int64_t first_row, int64_t last_row) {
     int64_t vocab = of->vocab;
     for (int64_t r = first_row; r < last_row; r++) {
         const float *own = noise_of(of, r);
-        float heat = of->temperatures[r / of->each];
+        float temperature = of->temperatures[r / of->each];
         lanes most = (lanes){} - INFINITY;
         bits broken = {}, first = {};
         for (int64_t i = 0; i < vocab; i += LANES) {
-            lanes score = heated(of->logits + r * vocab, own, heat, i, vocab);
+            lanes score = perturbed(of->logits + r * vocab, own, temperature, i, vocab);
             bits above = score > most;
             broken |= score != score;
             most = larger(score, most);
@@ -111,7 +111,7 @@ static void top_rows(const void *work, int64_t first_row, int64_t last_row) {
         Scored found[count];
         for (int64_t k = 0; k < count; k++) found[k] = (Scored){-INFINITY, 0};
         for (int64_t t = 0; t < vocab; t += LANES)
-            chosen(heated(of->logits + r * vocab, NULL, 1, t, vocab), t, found, count);
+            chosen(perturbed(of->logits + r * vocab, NULL, 1, t, vocab), t, found, count);
         for (int64_t k = 0; k < count; k++)
             of->tokens[r * count + k] = found[k].token, of->log_probs[r * count + k] = found[k].score;
     }
@@ -186,7 +186,7 @@ int64_t draftproof_chain(Read *read, const Model *model,
     int64_t parents[rows * most], asked[rows * width], where[rows], found[rows], starts[rows + 1],
             which[rows], live[rows], going = rows;
     asked[0] = 0;
-    float chance[rows], heat[rows], trust[rows], sums[rows];
+    float chance[rows], temperature[rows], trust[rows], sums[rows];
     Scored likely[nodes];
     for (int64_t n = 0; n < nodes; n++) likely[n] = (Scored){-INFINITY, -1};
     for (int64_t r = 0; r < rows; r++) {
@@ -208,10 +208,10 @@ int64_t draftproof_chain(Read *read, const Model *model,
     }
     for (int64_t d = 0;;) {
         for (int64_t i = 0; i < going; i++)
-            where[i] = places ? places[live[i]] + d : 0, heat[i] = temperatures[live[i]],
+            where[i] = places ? places[live[i]] + d : 0, temperature[i] = temperatures[live[i]],
                     trust[i] = scales[live[i]];
         if (!d) draftproof_linear(head, last, own, going, read->threads);
-        draftproof_best_tokens(own, noise, where, heat, trust, going, vocab, 1, chance, found,
+        draftproof_best_tokens(own, noise, where, temperature, trust, going, vocab, 1, chance, found,
                 read->threads);
         for (int64_t i = 0; i < going; i++) {
             int64_t r = live[i], at = r * (1 + steps) + d + 1;

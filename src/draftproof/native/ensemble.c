@@ -34,10 +34,10 @@ void draftproof_recycle(const Table *table, int64_t *last /* [rows] */,
         int64_t r = i / nodes, token = tokens[i],
                 before = parents[i] < 0 || parents[i] >= nodes ? last[r]
                 : tokens[r * nodes + parents[i]];
-        const float *said = logits + i * count;
+        const float *scores = logits + i * count;
         float most = -INFINITY, probs[count], sum = 0;
-        for (int64_t k = 0; k < count; k++) most = said[k] > most ? said[k] : most;
-        for (int64_t k = 0; k < count; k++) sum += probs[k] = expf(said[k] - most);
+        for (int64_t k = 0; k < count; k++) most = scores[k] > most ? scores[k] : most;
+        for (int64_t k = 0; k < count; k++) sum += probs[k] = expf(scores[k] - most);
         for (int alone = before == table->absent; alone < 2 && token != table->absent; alone++) {
             int32_t tag;
             int64_t place = placed(table, before, token, owners[r], alone, &tag);
@@ -131,12 +131,12 @@ static Member searched(const Member *member, const Texts *texts, int64_t steps, 
 }
 
 /* Trees of the likeliest nodes of all members' trees. Probabilities are rates from the counts of
- * `judge`, where each member has `levels` kinds, with the member's own probability, or `untold`, as a
+ * `judge`, where each member has `levels` kinds, with the member's own probability, or `unknown`, as a
  * prior of `trust` comparisons. Also returned: the pools, with `nodes` for all members side by side (1 +
  * `steps` for one that searches), and the kinds of their nodes. First, those of the last round are
  * judged. */
 void draftproof_merge_trees(float *counts /* [count, levels, 2] */, int64_t levels, float trust,
-        float untold, float fade, const int64_t *last_pools /* [texts->rows, last_nodes] or null */,
+        float unknown, float fade, const int64_t *last_pools /* [texts->rows, last_nodes] or null */,
         const int64_t *last_parents /* [texts->rows, last_nodes] or null */,
         const int64_t *last_kinds /* [texts->rows, last_nodes] or null */,
         const int64_t *asked /* [texts->rows] or null */, int64_t last_nodes,
@@ -159,7 +159,7 @@ void draftproof_merge_trees(float *counts /* [count, levels, 2] */, int64_t leve
                 int64_t i = r * nodes + start + n, at = r * member.nodes,
                         up = n ? member.parents[at + n] : 0;
                 if (up < 0 || up >= n) up = 0;
-                float given = n ? untold : 1;
+                float given = n ? unknown : 1;
                 if (member.probs) {
                     float before = member.probs[at + up];
                     given = n ? member.probs[at + n] / (before > 1e-9f ? before : 1e-9f) : 1;

@@ -92,7 +92,7 @@ typedef struct {
     const Pairs *pairs;
     const int64_t *shape, *roots, *places;
     const bf16 *logits;
-    const float *noise, *heats, *trusts;
+    const float *noise, *temperatures, *trusts;
     int64_t heads, vocab, most;
     float weight, *chances;
     Scored *own;
@@ -108,7 +108,7 @@ static void weigh_heads(const void *work, int64_t first, int64_t last) {
         float *chances = of->chances + i * (vocab + LANES), trust = of->trusts[r];
         Scored *best = of->own + i * most;
         const float *heard = of->noise ? of->noise + (of->places[r] + i % of->heads) * vocab : NULL;
-        float whole = weighed(of->logits + i * vocab, heard, of->heats[r], trust, vocab, chances,
+        float whole = weighed(of->logits + i * vocab, heard, of->temperatures[r], trust, vocab, chances,
                 best, most), top = best->score;
         int there = whole < INFINITY;
         for (int64_t k = 0; k < most; k++)
@@ -129,7 +129,7 @@ static void grow_rows(const void *work, int64_t first, int64_t last) {
         int64_t *token = of->out->tokens + r * nodes, *above = of->out->parents + r * nodes;
         int64_t rank[nodes], depth[nodes];
         float *chance = of->out->probs + r * nodes;
-        float push = of->weight * of->trusts[r] / of->heats[r];
+        float push = of->weight * of->trusts[r] / of->temperatures[r];
         float next[nodes];                  /* the probability of a node's next child */
         Scored *lists = (Scored *)scratch(nodes * most * (int64_t)(sizeof(Scored) / sizeof(float)));
         for (int64_t n = 0; n < nodes; n++) {
@@ -167,13 +167,13 @@ void draftproof_bigram_tree(const Pairs *pairs, float weight,
         const bf16 *logits /* [rows, heads, vocab] */, const int64_t *roots /* [rows] */,
         int64_t rows, int64_t heads, int64_t vocab, int64_t children,
         const float *noise /* [reach(places, heads), vocab] or null */,
-        const int64_t *places /* [rows] or null */, const float *heats /* [rows] */,
+        const int64_t *places /* [rows] or null */, const float *temperatures /* [rows] */,
         const float *trusts /* [rows] */, TreeOutput *out /* [rows] */,
         float *work /* [rows, heads, vocab + 16] */, int64_t threads) {
     int64_t most = children < vocab ? children : vocab;
     Scored *own = malloc((size_t)(rows * heads * most) * sizeof(Scored));
     if (!own) abort();
-    Bigrams of = {pairs, shape, roots, places, logits, noise, heats, trusts, heads, vocab, most,
+    Bigrams of = {pairs, shape, roots, places, logits, noise, temperatures, trusts, heads, vocab, most,
         weight, work, own, out};
     share_out(weigh_heads, &of, rows * heads, 1 + SMALL / 2 / (vocab + 1), threads);
     out->widest = out->nodes;
@@ -217,7 +217,7 @@ static void advanced(const Recurrence *head, bf16 *x, const bf16 *before, bf16 *
 int64_t draftproof_beam_search(const Recurrence *head,
         const bf16 *context /* [rows, head->hidden] */, const int64_t *roots /* [rows] */, int64_t rows, int64_t width, int64_t length,
         const float *noise /* [reach(places, length), head->table.vocab] or null */,
-        const int64_t *places /* [rows] or null */, const float *heats /* [rows] */,
+        const int64_t *places /* [rows] or null */, const float *temperatures /* [rows] */,
         const float *trusts /* [rows] */, float floor, TreeOutput *out /* [rows] */,
         bf16 *work /* [rows, width, 8 * head->hidden + 2 * head->projection.size
         + 3 * head->projection.outputs] */, int64_t threads) {
@@ -232,7 +232,7 @@ int64_t draftproof_beam_search(const Recurrence *head,
     bf16 *x = pairs + 2 * most * hidden, *room_beside = x + most * wider;
     bf16 *logits = room_beside + most * wider;
     int64_t ends[most], above[most], where[most], found[most * width], size = 1, beams = 1;
-    float sums[most], probs[most * width], heat[most], trust[most];
+    float sums[most], probs[most * width], temperature[most], trust[most];
     for (int64_t r = 0; r < rows; r++) {
         tokens[r * room] = roots[r], parents[r * room] = 0, chances[r * room] = 0;
         ends[r * width] = 0, sums[r * width] = 0;
@@ -247,7 +247,7 @@ int64_t draftproof_beam_search(const Recurrence *head,
                         state + at * hidden);
                 if (d) memcpy(before + at * hidden, last + above[r * width + b] * hidden,
                         (size_t)hidden * sizeof(bf16));
-                where[at] = places ? places[r] + d : 0, heat[at] = heats[r], trust[at] = trusts[r];
+                where[at] = places ? places[r] + d : 0, temperature[at] = temperatures[r], trust[at] = trusts[r];
             }
         advanced(head, state, d ? before : NULL, beside, count, threads);
         for (int64_t at = 0; at < count; at++) {
@@ -264,7 +264,7 @@ int64_t draftproof_beam_search(const Recurrence *head,
         for (int64_t at = 0; heard && at < count; at++, where[at - 1] = at - 1)
             for (int64_t i = 0; i < known; i++)
                 heard[at * known + i] = noise[where[at] * vocab + head->map[i]];
-        draftproof_best_tokens(logits, heard ? heard : noise, where, heat, trust, count, known,
+        draftproof_best_tokens(logits, heard ? heard : noise, where, temperature, trust, count, known,
                 width, probs, found, threads);
         for (int64_t n = 0; head->map && n < count * width; n++) found[n] = head->map[found[n]];
         float top = -INFINITY;

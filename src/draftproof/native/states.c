@@ -41,7 +41,7 @@ static inline float dot(const float *a, const float *b, int64_t size) {
  * replaced, and the query reads it. */
 static inline void advance(float *slab, const float *key, const float *query, const float *value,
         float decay, float rate, int64_t inner, float *out) {
-    lanes held[2][4] = {}, told[2][4] = {}, fresh[2];
+    lanes held[2][4] = {}, sums[2][4] = {}, fresh[2];
     for (int64_t k = 0; k < inner; k += 4)
         for (int64_t j = 0; j < 4; j++)
             for (int64_t c = 0; c < 2; c++)
@@ -56,10 +56,10 @@ static inline void advance(float *slab, const float *key, const float *query, co
                 float *at = slab + (k + j) * SLAB + c * LANES;
                 lanes new = loaded(at) * decay + key[k + j] * fresh[c];
                 memcpy(at, &new, sizeof new);
-                told[c][j] += new * query[k + j];
+                sums[c][j] += new * query[k + j];
             }
     for (int64_t c = 0; c < 2; c++) {
-        lanes all = (told[c][0] + told[c][1]) + (told[c][2] + told[c][3]);
+        lanes all = (sums[c][0] + sums[c][1]) + (sums[c][2] + sums[c][3]);
         memcpy(out + c * LANES, &all, sizeof all);
     }
 }
