@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 from drafting import DRAFTERS, Watch, texts
 from tiny import prompts, target
+from torch import Tensor
 
 from draftproof.cache.kv_cache import KVCache
+from draftproof.core import sampling
 from draftproof.core.messages import Reading
+from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
+from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
+from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine
 from draftproof.model.target import Target
@@ -91,6 +96,26 @@ def test_drafts_read_in_a_cooldown_do_not_change_the_text(drafter: str, rows: in
     assert nodes[1] <= 9 * nodes[0] and all(done.asking > 0 for done in budget.rounds)
     if drafter in ("medusa", "redrafter", "merged"):
         assert len({size for _, size in budget.read}) > 2
+
+
+def test_noise_is_made_only_for_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the most that might have been."""
+    made = list[int]()
+
+    class Counting(Sampler):
+        def _made(self, position: Tensor, reach: int, role: Role, vocab: int) -> Tensor:
+            made.append(reach)
+            return super()._made(position, reach, role, vocab)
+
+    monkeypatch.setattr(sampling, "LARGEST", 0)                 # no noise in advance
+    wish = {"max_new_tokens": 12, "sampling": Sampling(temperature=1.0, seed=2)}
+    for drafter, reach in (("nothing", 1), ("prompt-lookup", 3)):
+        silent = PromptLookup(16, 16) if drafter == "nothing" else DRAFTERS[drafter](target())
+        engine = Engine(target(), Watch(silent), budget=Fixed(2), sampler=Counting)
+        asked = [prompt * 3 for prompt in prompts(2, seed=4)]
+        made.clear()
+        assert texts(engine, asked, **wish) == texts(Engine(target()), asked, **wish)
+        assert made and max(made) == reach
 
 
 def test_budgets_receive_the_results_of_their_rounds() -> None:
