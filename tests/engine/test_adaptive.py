@@ -153,9 +153,48 @@ def test_dear_drafters_are_seldom_asked_in_a_cooldown() -> None:
         for _ in range(1000):
             budget.cooldown = 16
             peeks += budget.peek(State(1, 100, 100.0, unread)) > 0
-            budget.record(Round(0, 1, [], 1, 0.01, asking=0.01 * asking * budget.peeking))
+            budget.record(Round(0, 1, [], 1, 0.01, asking=0.01 * asking * (budget.peeking > 0)))
         assert trial.time == before and peeks * asking <= 1.05 * 1000 * PEEK
         assert (peeks > 0) == (unread == 0 and asking < 1)
+
+
+def cooling() -> Adaptive:
+    """A budget that has given up a useless drafter, and may ask it again."""
+    budget = Adaptive(8)
+    trial = world(0.0, 0.1, asking=0.05)
+    trial.run(budget, 200)
+    while not (budget.cooldown and budget.peek(State(1, 100, 100.0))):
+        budget.cooldown = 16
+        budget.record(Round(0, 1, [], 1, 0.01))
+    return budget
+
+
+def test_a_round_that_failed_after_a_peek_changes_nothing() -> None:
+    """It is not recorded, and the next one is of a shape that was never measured."""
+    budget = cooling()
+    assert budget.worth_reading([0.9] * 8)
+    assert budget.choose(State(2, 2000, 100.0)) == 0
+    budget.record(Round(0, 2, [], 2, 0.01, asking=0.001))
+
+
+def test_a_stall_in_a_peek_does_not_end_peeks() -> None:
+    budget = cooling()
+    budget.record(Round(0, 1, [], 1, 10.0, asking=10.0))
+    peeks = 0
+    for _ in range(200):
+        budget.cooldown = 16
+        peeks += budget.peek(State(1, 100, 100.0)) > 0
+        budget.record(Round(0, 1, [], 1, 0.01, asking=0.0005 * (budget.peeking > 0)))
+    assert peeks > 5
+
+
+def test_nodes_are_never_thought_to_cost_nothing() -> None:
+    """Plain rounds were slow when they were measured."""
+    budget = Adaptive(8)
+    for _ in range(600):
+        size = budget.choose(State(1, 100, 100.0))
+        budget.record(Round(size, 1, [1] * (size > 0), 2, 0.01, drafted=size))
+    assert budget.per_node > 0.003
 
 
 @pytest.mark.parametrize("asking", [0.0, 0.05])

@@ -21,6 +21,7 @@ from draftproof.core.tree import TokenTree
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine
+from draftproof.engine.load import load
 from draftproof.model.target import Target
 from draftproof.requests.stats import Round, State
 
@@ -96,6 +97,57 @@ def test_drafts_read_in_a_cooldown_do_not_change_the_text(drafter: str, rows: in
     assert nodes[1] <= 9 * nodes[0] and all(done.asking > 0 for done in budget.rounds)
     if drafter in ("medusa", "redrafter", "merged"):
         assert len({size for _, size in budget.read}) > 2
+
+
+class Resting(Wild):
+    """Drafts, and says in the same breath that the next rounds are plain."""
+
+    def choose(self, state: State) -> int:
+        self.cooldown = 2
+        return 4
+
+    def record(self, done: Round) -> None:
+        super().record(done)
+        self.cooldown -= 1
+
+
+def test_a_cooldown_begins_after_the_round_that_it_is_set_in() -> None:
+    budget = Resting(4)
+    Engine(target(), DRAFTERS["medusa"](target()), budget=budget).generate(
+        prompts(1, seed=3), max_new_tokens=20)
+    assert [done.size for done in budget.rounds][:4] == [4, 0, 4, 0]
+
+
+def test_each_round_that_asks_in_a_cooldown_is_recorded() -> None:
+    """Also while the chunks of a prompt are read next to a running text."""
+    class Strict(Peeking):
+        peeked = 0
+
+        def peek(self, state: State) -> int:
+            assert self.peeked == len(self.rounds), "the round before was not recorded"
+            size = super().peek(state)
+            self.peeked += size > 0
+            return size
+
+        def record(self, done: Round) -> None:
+            if self.cooldown == 0 or self.peeked > len(self.rounds):
+                super().record(done)
+            self.cooldown = 3
+
+    budget = Strict(9, 1)
+    engine = load("demo", drafter="portfolio", budget=budget)
+    words = "the cat sat on the mat and the dog sat on the mat and "
+    (first,) = engine.read([words * 3], max_new_tokens=90, sampling=Sampling())
+    (second,) = engine.read([words * 24], max_new_tokens=8)
+    scheduler = engine.new_scheduler(4, 1500, interleave=True)
+    scheduler.add(first)
+    for step in range(400):
+        if step == 4:
+            scheduler.add(second)
+        if not scheduler.has_unfinished_requests():
+            break
+        scheduler.step()
+    assert budget.peeked > 2
 
 
 def test_noise_is_made_only_for_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ NEW = 3             # first rounds of a size, which may include warm-up
 SPREAD = 1.25       # normal variation of rounds of one size, as a factor
 RECENT = 8          # rounds that show how fast the machine is
 CONFIRM = 3         # plain rounds that can refute a change of its speed
+LEAST_PER_NODE = 1 / 256    # plain steps to read a node, at least
 CATCH_UP = 8        # more unread tokens per row than this are charged separately
 
 
@@ -196,13 +197,14 @@ class Adaptive(Budget):
         self.ratios = deque([1.0] * RECENT, RECENT)             # seconds of rounds / known seconds
         self.debt, self.repayment = 0.0, rate                   # plain steps; per plain step
         self.asking = 0.0                                       # seconds of a proposal
-        self.peeking, self.waited = False, 0    # in this round; rounds since the last proposal
-        self.peeks = 0.0                        # plain steps that are left for peeks
+        self.peeks, self.waited = 0.0, 0        # plain steps for peeks; rounds since a proposal
+        self.peeking = 0.0                      # the most seconds that this round's peek counts for
         self.per_node = 1 / MEMORY                              # plain steps to read a node
         self.per_unread = 0.0                                   # seconds per token caught up
         self.catch_up_cost = 0.0                                # the same in plain steps, in all
 
     def choose(self, state: State) -> int:
+        self.peeking = 0.0                                      # if its round failed
         if self.cooldown:
             return 0
         rows, context, left, unread = state
@@ -230,7 +232,7 @@ class Adaptive(Budget):
         due = state.unread == 0 < price <= (self.peeks + PEEK * self.waited) * plain
         if not due or state.remaining <= 1 or self.debt >= self.limit:
             return 0
-        self.peeking = True
+        self.peeking = 4 * price                                # more is a stall
         return self.max_draft_tokens
 
     def worth_reading(self, confidence: Sequence[float]) -> int:
@@ -276,8 +278,9 @@ class Adaptive(Budget):
     def record(self, done: Round) -> None:
         self.cooldown = max(0, self.cooldown - 1)
         if self.peeking:
-            self.peeks += PEEK * self.waited - done.asking / self.now.mean[0]
-            self.peeking, self.waited = False, 0
+            asking = min(done.asking, self.peeking)
+            self.peeks += PEEK * self.waited - asking / self.now.mean[0]
+            self.peeking, self.waited = 0.0, 0
         if self.cooldown:
             self.debt -= self.repayment
             self._follow_machine(0, done.seconds)
@@ -341,7 +344,8 @@ class Adaptive(Budget):
         self.asking = known + (min(done.asking, 4 * known) - known) / 4
         if done.drafted and plain:
             each = ((done.seconds - done.asking) / plain - 1) * done.rows / done.drafted
-            self.per_node += (min(max(each, 0.0), 4 * self.per_node) - self.per_node) / 4
+            each = min(max(each, LEAST_PER_NODE), 4 * self.per_node)
+            self.per_node += (each - self.per_node) / 4
 
     def _count(self, done: Round) -> None:
         """Count the accepted nodes, by the size that added them."""

@@ -64,6 +64,7 @@ class Decoder:
         self.chunks = ChunkBudget(self.prompts.chunk) if self.prompts.alike else None
         self.watch: Watch | None = None
         self.forced = list[list[int]]()         # what grammars force in this round
+        self.peeks = False                      # the drafter is asked though the budget cools down
         early = budget.min_confidence > 0 and not rule.needs_draft_probs
         self.ends_early = early and self.ops.on_host
 
@@ -198,13 +199,13 @@ class Decoder:
             remaining += row.limit - len(row.tokens)
         # rows with forced tokens need no drafter; one with a KV cache reads only its own tokens
         forced = self.forced and (all(self.forced) or self.drafter.has_kv_cache)
-        cools = self.budget.cooldown
-        peeks = cools and self.ends_early and not self.drafter.has_kv_cache
+        cools, self.peeks = self.budget.cooldown > 0, False
+        peeks = cools and self._may_peek()
         if self.budget.max_draft_tokens and (peeks or not cools) and not forced:
             unread = self.drafter.unread(len(self.batch.pending))
             state = State(len(rows), longest, remaining / len(rows), unread)
             nodes = self.budget.peek(state) if peeks else self.budget.choose(state)
-            nodes = self._within_chunk(nodes)
+            nodes, self.peeks = self._within_chunk(nodes), peeks and nodes > 0
         if nodes and self.ends_early and len(rows) > 1 and self.target.ragged_batches:
             row_limit = min(nodes + max(2, nodes // 2), self.budget.max_draft_tokens)
         ahead, deepest = max(nodes, row_limit), self.drafter.deepest
@@ -215,6 +216,12 @@ class Decoder:
         return Frontier(
             prefix, self.batch.sampler, nodes, self.rule.needs_draft_probs,
             self.target.reads_trees, min_confidence, row_limit, self.batch.view)
+
+    def _may_peek(self) -> bool:
+        """Whether the drafter may be asked in a cooldown: only in a round that will be recorded."""
+        reads_chunk = self.chunks is not None and self.chunks.pending
+        alone = not (self.forced or reads_chunk or self.drafter.has_kv_cache)
+        return alone and self.ends_early
 
     def _within_chunk(self, nodes: int) -> int:
         """The number of nodes to draft: at most `nodes`, and fewer after a chunk of a prompt."""
@@ -229,7 +236,7 @@ class Decoder:
         if not (frontier.max_draft_tokens or self.forced):
             return frontier, TokenTree.chain(frontier.prefix.root[:, None])
         tree = self._proposal(frontier)
-        if self.budget.cooldown and frontier.max_draft_tokens:
+        if self.peeks:
             size, tree = self._worth_reading(tree)
             frontier = replace(frontier, max_draft_tokens=size)
         if self.forced:
@@ -242,10 +249,12 @@ class Decoder:
 
     def _worth_reading(self, tree: TokenTree) -> tuple[int, TokenTree]:
         """The part of a draft that is read though the budget cools down, and its size."""
-        size = 0
-        if tree.confidence is not None and tree.tokens.shape[1] > 1:
+        size, drafted = 0, tree.tokens.shape[1] - 1
+        if tree.confidence is not None and drafted:
             size = self.budget.worth_reading(tree.confidence[:, 1:].mean(0).tolist())
-        return size, tree.within_budget(size) if size else TokenTree.chain(tree.tokens[:, :1])
+        if size == 0:
+            return 0, TokenTree.chain(tree.tokens[:, :1])
+        return size, tree.within_budget(size) if drafted > size else tree
 
     def _proposal(self, frontier: Frontier) -> TokenTree:
         if frontier.max_draft_tokens == 0:
