@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -78,6 +79,18 @@ def test_proposals_are_merged_by_confidence() -> None:
     """At first each member's confidence counts: the likeliest of all, with the best of theirs."""
     row = Row(Portfolio([Says([[5, 6], [7, 8]], [0.5, 0.4]), Says([[5, 9], [4, 4]], [0.6, 0.1])]))
     assert row.round([1]) == pytest.approx({(5,): 0.6, (7,): 0.4, (5, 9): 0.36, (5, 6): 0.25})
+
+
+def test_drafters_that_have_run_can_be_copied() -> None:
+    """The copy has its own memory, and no address of the original's."""
+    drafter = Portfolio([PromptLookup(), SuffixDrafter(500), TokenRecycling(50)])
+    engine = Engine(target(), drafter, budget=4)
+    wanted = engine.generate(prompts(1, seed=3), max_new_tokens=20)[0].tokens
+    copied = copy.deepcopy(drafter)
+    index = drafter.members[1]._indexes[torch.device("cpu")]
+    before = index.counts.clone()
+    again = Engine(target(), copied, budget=4).generate(prompts(1, seed=3), max_new_tokens=20)
+    assert again[0].tokens == wanted and torch.equal(index.counts, before)
 
 
 def test_nodes_are_attributed_to_the_first_member_that_proposed_them() -> None:

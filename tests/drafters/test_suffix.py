@@ -14,6 +14,8 @@ from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
 from draftproof.drafters.suffix import OWN, SIZES, SLOTS, SuffixDrafter, slot_of
+from draftproof.native.kernels import kernels
+from draftproof.native.trees import TreeBuffer, texts_of
 
 CAPACITY = 64
 pytestmark = pytest.mark.usefixtures("lookup")
@@ -131,6 +133,24 @@ def test_tokens_of_any_vocabulary() -> None:
     text = [200_000, 3, 150_001, 9]
     tree = _of_any(started(4096, 4, text), [*text, 200_000])
     assert tree.tokens[0, :3].tolist() == text[:3]
+
+
+def test_an_index_that_another_run_enlarged_is_not_read_beyond_its_text() -> None:
+    """The other run learns after this one has described its index to the C library."""
+    drafter = SuffixDrafter(100)
+    first = drafter.for_run(1, 60, CPU)
+    first.observe(commit_of([0], [[1, 2, 3, 1, 2, 3, 1]]))
+    prefix = Prefix(torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2] + [0] * 52]), torch.tensor([7]))
+    search = first.in_c(prefix)
+    other = drafter.for_run(1, 300_000, CPU)
+    for _ in range(3):
+        other.observe(commit_of([0], [[1, 2, 3] * 30_000]))
+    library = kernels()
+    if library is None:
+        pytest.skip("there are no kernels here")
+    out = TreeBuffer(1, 5)
+    library("continue_text", search.held[6], texts_of(prefix), 4, out.output)
+    assert int(out.tree(4).tokens[0, 0]) == 2
 
 
 def test_texts_of_another_owner_are_not_drafted_from() -> None:

@@ -69,6 +69,7 @@ class SuffixDrafter(Drafter):
         if memory < 1:
             raise BadInput(f"suffix decoding was given a memory of {memory} tokens; give 1 or more")
         self.memory = memory
+        self._member: tuple[Rows, Structure, Structure] | None = None
         self._indexes = SharedMemory(lambda device: SuffixIndex(memory, device))
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
@@ -77,7 +78,7 @@ class SuffixDrafter(Drafter):
         self._places = max(self.memory // self._width, 2 * rows + 1)
         self._rows = Rows(*(torch.zeros(0, dtype=torch.int64) for _ in range(4)))
         self._owners = dict[int, int]()                     # of new rows
-        self._member: tuple[Rows, Structure, Structure] | None = None
+        self._member = None
 
     def assign_owners(self, rows: Sequence[int], owners: Sequence[int]) -> None:
         self._owners.update(zip(rows, owners, strict=True))
@@ -105,12 +106,16 @@ class SuffixDrafter(Drafter):
 
     def in_c(self, prefix: Prefix) -> Structure:
         """A search of the index; the same one until rows or the index change."""
-        index, last = self._index(prefix.tokens.device), self._member
-        if last is None or last[0] is not self._rows or last[1] is not index.in_c():
-            search = _search(index, self._rows, OWN, PATHS)
+        in_c, last = self._index(prefix.tokens.device).in_c(), self._member
+        if last is None or last[0] is not self._rows or last[1] is not in_c:
+            search = _search(in_c, self._rows, OWN, PATHS)
             member = search_member(len(self._rows.end), index=search)
-            last = self._member = self._rows, index.in_c(), member
+            last = self._member = self._rows, in_c, member
         return last[2]
+
+    def __getstate__(self) -> dict[str, object]:
+        """For copies: all but the addresses of this one."""
+        return {**vars(self), "_member": None}
 
     def select(self, rows: Sequence[int]) -> None:
         """Move a running row to a new place."""
@@ -181,19 +186,24 @@ class SuffixIndex:
         if len(self.text) <= size:
             with torch.inference_mode(False):
                 more = self.text.new_full((size + 2 - len(self.text),), ABSENT)
-                self.text = torch.cat([self.text[:-1], more])
+                # owners first, for a thread that describes the index meanwhile
                 self.owners = torch.cat([self.owners[:-1], torch.zeros_like(more)])
-                self._in_c = None
+                self.text = torch.cat([self.text[:-1], more])
 
     def in_c(self) -> Structure:
         """The index for the C library; the same structure until the index is enlarged."""
-        if self._in_c is None:
-            self._in_c = structure("Index")(
-                self.text, self.positions, self.owners, self.tags, self.counts, self.context,
-                self.sizes, len(self.text), len(SIZES), SLOTS, self.slots, self.shift, _FOLLOW,
+        made, text = self._in_c, self.text
+        if made is None or made.held[0] is not text:
+            made = self._in_c = structure("Index")(
+                text, self.positions, self.owners, self.tags, self.counts, self.context,
+                self.sizes, len(text), len(SIZES), SLOTS, self.slots, self.shift, _FOLLOW,
                 _SCATTER, ABSENT
             )
-        return self._in_c
+        return made
+
+    def __getstate__(self) -> dict[str, object]:
+        """For copies: all but the addresses of this one."""
+        return {**vars(self), "_in_c": None}
 
     def hash(
         self, context: Tensor, successor: Tensor, owner: Tensor
@@ -299,13 +309,13 @@ def _continue_text(
     budget: int
 ) -> TokenTree:
     out = TreeBuffer(len(prefix.position), 1 + budget)
-    search = _search(index, rows, own_weight, paths)
+    search = _search(index.in_c(), rows, own_weight, paths)
     library("continue_text", search, texts_of(prefix), budget, out.output)
     return out.tree(budget)
 
 
-def _search(index: SuffixIndex, rows: Rows, own_weight: float, paths: int) -> Structure:
-    return structure("IndexSearch")(index.in_c(), *rows, own_weight, paths, len(rows.end))
+def _search(in_c: Structure, rows: Rows, own_weight: float, paths: int) -> Structure:
+    return structure("IndexSearch")(in_c, *rows, own_weight, paths, len(rows.end))
 
 
 @lru_cache(maxsize=64)

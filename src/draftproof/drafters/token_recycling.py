@@ -105,6 +105,10 @@ class TokenRecycling(Drafter):
             last = self._member = self._last, self._owners, member
         return last[2]
 
+    def __getstate__(self) -> dict[str, object]:
+        """For copies: all but the addresses of this one."""
+        return {**vars(self), "_member": None}
+
     def select(self, rows: Sequence[int]) -> None:
         if self._last is not None:
             self._last, self._owners = self._last[list(rows)], self._owners[list(rows)]
@@ -140,6 +144,10 @@ class SuccessorTable:
             self.tags, self.tokens, self.owners, self.confidence, BEST, self.slots, self.shift,
             _TOKEN, _BEFORE, ABSENT
         )
+
+    def __getstate__(self) -> dict[str, object]:
+        """For copies: all but the addresses of this one."""
+        return {name: value for name, value in vars(self).items() if name != "in_c"}
 
     def place(self, before: Tensor, token: Tensor, owner: Tensor) -> tuple[Tensor, Tensor]:
         """[2, ...] slots of pair and token, and their tags, never 0; 32-bit hashes that wrap."""

@@ -127,7 +127,8 @@ static Member searched(const Member *member, const Texts *texts, int64_t steps, 
     else if (member->index) draftproof_continue_text(member->index, texts, steps, out);
     else if (member->table) draftproof_likely_successors(member->table, texts, steps, out);
     else return *member;
-    return (Member){out->tokens, out->parents, out->probs, out->nodes, out->rows};
+    return (Member){.tokens = out->tokens, .parents = out->parents, .probs = out->probs,
+        .nodes = out->nodes, .rows = out->rows};
 }
 
 /* Trees of the likeliest nodes of all members' trees. Probabilities are rates from the counts of
@@ -150,7 +151,8 @@ void draftproof_merge_trees(float *counts /* [count, levels, 2] */, int64_t leve
     int64_t *drafted = (int64_t *)scratch(rows * (5 * each + nodes));
     float *own = (float *)(drafted + 2 * rows * each), *chances = own + rows * each;
     for (int64_t m = 0; m < count; m++) {
-        TreeOutput room = {drafted, drafted + rows * each, own, each, out->absent, 1, rows};
+        TreeOutput room = {.tokens = drafted, .parents = drafted + rows * each, .probs = own,
+            .nodes = each, .absent = out->absent, .widest = 1, .rows = rows};
         if (members[m].rows < rows) break;
         const Member member = searched(members + m, texts, steps, &room);
         if (start + member.nodes > nodes) break;

@@ -141,7 +141,9 @@ void draftproof_continue_text(const IndexSearch *search /* [texts->rows] */, con
             for (int64_t w = 0; w < index->ways; w++) {
                 int64_t entry = entries[o] + w,
                         place = places[o * index->ways + w] = index->places[entry],
-                        token = index->text[place];
+                        /* another run may have enlarged the text since */
+                        known = place >= 0 && place < index->room,
+                        token = known ? index->text[place] : index->absent;
                 int alive = token != index->absent && index->owners[place] == owners[r]
                         && index->tags[entry] == tagged(index, tags[o], token);
                 seen[w] = alive ? index->counts[entry]

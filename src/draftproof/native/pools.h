@@ -6,11 +6,11 @@
 enum { APART, LIKELIEST, SUMMED };
 
 /* Output of trees: tokens, parents and probabilities in descending order; `absent`, 0 and 0 after the
- * last node of a row. widest: nodes of the largest tree so far. */
+ * last node of a row. widest, deepest: nodes and edges of the largest tree and the longest path so far. */
 typedef struct {
     int64_t *tokens /* [rows, nodes] */, *parents /* [rows, nodes] */;
     float *probs /* [rows, nodes] */;
-    int64_t nodes, absent, widest, rows;
+    int64_t nodes, absent, widest, rows, deepest;
 } TreeOutput;
 
 /* The tree of row r: the likeliest nodes of a pool, with its root; among equals, the earlier first.
@@ -18,7 +18,8 @@ typedef struct {
  * likelier than its parent; nodes of probability 0 are absent. */
 static inline void grow_tree(const int64_t *pool, const int64_t *above, const float *probs, int64_t size,
         int same, TreeOutput *out, int64_t r) {
-    int64_t first[size], up[size], known[size], place[size], count = 0, most = out->nodes - 1;
+    int64_t first[size], up[size], known[size], place[size], count = 0, most = out->nodes - 1,
+            depths[most + 1];
     float best[size];
     Scored likely[most + 1];
     for (int64_t n = 0; n < most; n++) likely[n] = (Scored){0, -1};
@@ -43,13 +44,14 @@ static inline void grow_tree(const int64_t *pool, const int64_t *above, const fl
     }
     int64_t *tokens = out->tokens + r * out->nodes, *parents = out->parents + r * out->nodes;
     float *chances = out->probs + r * out->nodes;
-    tokens[0] = pool[0], parents[0] = -1, chances[0] = 1, place[0] = 0;
+    tokens[0] = pool[0], parents[0] = -1, chances[0] = 1, place[0] = depths[0] = 0;
     for (int64_t n = 0; n < most; n++) {
         int64_t i = likely[n].token;
         tokens[n + 1] = i < 0 ? out->absent : pool[i], parents[n + 1] = i < 0 ? 0 : place[up[i]],
                 chances[n + 1] = likely[n].score;
         if (i < 0) continue;
-        place[i] = n + 1;
+        place[i] = n + 1, depths[n + 1] = depths[parents[n + 1]] + 1;
+        if (out->deepest < depths[n + 1]) out->deepest = depths[n + 1];
         if (out->widest < n + 2) out->widest = n + 2;
     }
 }

@@ -27,7 +27,9 @@ class TreeBuffer:
             return TokenTree.shaped(tokens, shape, confidence=confidence)
         width = min(self.output.widest, tokens.shape[1])
         tokens, parents, confidence = (part[:, :width] for part in self.parts)
-        return TokenTree(tokens, parents, min(depth_limit, width - 1), confidence=confidence)
+        deepest = self.output.deepest or depth_limit
+        limit = min(depth_limit, deepest, width - 1)
+        return TokenTree(tokens, parents, limit, confidence=confidence)
 
 
 def texts_of(prefix: Prefix) -> Structure:
