@@ -12,6 +12,7 @@ from drafting import Oracle, Watch, commit_of, drafted, medusa_head, per_round, 
 from tiny import CPU, model, prompts, sampler_of, target
 
 from draftproof.core.messages import Commit, Frontier
+from draftproof.core.ops import Ops
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import TokenTree
@@ -25,6 +26,7 @@ from draftproof.drafters.token_recycling import TokenRecycling
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
 from draftproof.errors import BadInput, DrafterMismatch
+from draftproof.native.cpu_ops import CpuOps
 
 pytestmark = pytest.mark.usefixtures("lookup")
 
@@ -79,6 +81,17 @@ def test_proposals_are_merged_by_confidence() -> None:
     """At first each member's confidence counts: the likeliest of all, with the best of theirs."""
     row = Row(Portfolio([Says([[5, 6], [7, 8]], [0.5, 0.4]), Says([[5, 9], [4, 4]], [0.6, 0.1])]))
     assert row.round([1]) == pytest.approx({(5,): 0.6, (7,): 0.4, (5, 9): 0.36, (5, 6): 0.25})
+
+
+def test_trees_say_how_deep_they_are() -> None:
+    """Not how deep they might have been: noise is made for so many tokens."""
+    row = Row(Portfolio([PromptLookup(), SuffixDrafter(500), TokenRecycling(50)]))
+    prefix = Prefix(torch.tensor([[1, 2, 3, 1, 2, 4, 1, 2] + [0] * 9]), torch.tensor([7]))
+    tree = row.drafter.propose(Frontier(prefix, sampler_of(Sampling()), 8))
+    assert tree.depth_limit >= int(tree.depths.max()) > 0
+    if CPU.library is not None and CpuOps.run is not Ops.run:   # kernels
+        few = row.drafter.propose(Frontier(prefix, sampler_of(Sampling()), 3))
+        assert few.depth_limit == int(few.depths.max()) < few.tokens.shape[1] - 1
 
 
 def test_drafters_that_have_run_can_be_copied() -> None:

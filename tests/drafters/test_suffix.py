@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from contextlib import suppress
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from draftproof.core.messages import Frontier
 from draftproof.core.params import Sampling
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree
+from draftproof.drafters.portfolio import Portfolio
 from draftproof.drafters.suffix import OWN, SIZES, SLOTS, SuffixDrafter, slot_of
 from draftproof.native.kernels import kernels
 from draftproof.native.trees import TreeBuffer, texts_of
@@ -135,22 +138,44 @@ def test_tokens_of_any_vocabulary() -> None:
     assert tree.tokens[0, :3].tolist() == text[:3]
 
 
+@pytest.mark.skipif(kernels() is None, reason="no library here")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a read beyond memory ends the process")
 def test_an_index_that_another_run_enlarged_is_not_read_beyond_its_text() -> None:
     """The other run learns after this one has described its index to the C library."""
-    drafter = SuffixDrafter(100)
-    first = drafter.for_run(1, 60, CPU)
-    first.observe(commit_of([0], [[1, 2, 3, 1, 2, 3, 1]]))
-    prefix = Prefix(torch.tensor([[1, 2, 3, 1, 2, 3, 1, 2] + [0] * 52]), torch.tensor([7]))
-    search = first.in_c(prefix)
-    other = drafter.for_run(1, 300_000, CPU)
-    for _ in range(3):
-        other.observe(commit_of([0], [[1, 2, 3] * 30_000]))
-    library = kernels()
-    if library is None:
-        pytest.skip("there are no kernels here")
-    out = TreeBuffer(1, 5)
-    library("continue_text", search.held[6], texts_of(prefix), 4, out.output)
-    assert int(out.tree(4).tokens[0, 0]) == 2
+    drafter, library = SuffixDrafter(), kernels()
+    first = drafter.for_run(1, 100, CPU)
+    first.observe(commit_of([0], [[5, 6, 7, 8]]))
+    prefix = Prefix(torch.tensor([[5, 6, 7, 8, 9] + [0] * 96]), torch.tensor([4]))
+    search = first.native_member(prefix).pointed("index")
+    other = drafter.for_run(3, 60_000, CPU)
+    for row, text in enumerate([[1, 2, 3], [4, 5], [1] * 300 + [5, 6, 7, 8, 9, 11, 12] * 3]):
+        other.observe(commit_of([row], [text]))
+    index = drafter._indexes[torch.device("cpu")]
+    assert int(index.positions.max()) > search.pointed("index").room and library is not None
+    child = os.fork()
+    if not child:
+        try:
+            library("continue_text", search, texts_of(prefix, 8), 8, TreeBuffer(1, 9).output)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a read beyond memory ends the process")
+def test_a_portfolio_asks_no_drafter_that_knows_fewer_rows() -> None:
+    drafter = Portfolio([SuffixDrafter(100)])
+    drafter.start(1, 60, CPU)
+    prefix = Prefix(torch.tensor([[1, 2, 3] + [0] * 57]), torch.tensor([2]))
+    child = os.fork()
+    if not child:
+        try:
+            with suppress(Exception):
+                drafter.propose(Frontier(prefix, sampler_of(Sampling()), 4))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_texts_of_another_owner_are_not_drafted_from() -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import pytest
 
-from draftproof.engine.budget import DEBT, PEEK, RATE, STALE, Adaptive, presets
+from draftproof.engine.budget import DEBT, PEEK_RATE, RATE, STALE, Adaptive, presets
 from draftproof.requests.stats import Round, State
 
 Luck = Callable[[int, int, int], float]
@@ -66,7 +66,7 @@ class World:
             if self.neighbour(self.written):
                 seconds = 2 * seconds + 0.06 * (clock.random() > 0.85**took)
             budget.record(Round(size, 1, range(1, count + 1), emitted, seconds, drafted=size,
-                                asking=0.01 * asking))
+                                draft_seconds=0.01 * asking))
             self.time, self.written = self.time + took, self.written + emitted
             self.sizes.append(size)
         return self
@@ -153,8 +153,9 @@ def test_dear_drafters_are_seldom_asked_in_a_cooldown() -> None:
         for _ in range(1000):
             budget.cooldown = 16
             peeks += budget.peek(State(1, 100, 100.0, unread)) > 0
-            budget.record(Round(0, 1, [], 1, 0.01, asking=0.01 * asking * (budget.peeking > 0)))
-        assert trial.time == before and peeks * asking <= 1.05 * 1000 * PEEK
+            spent = 0.01 * asking * (budget.peek_limit > 0)
+            budget.record(Round(0, 1, [], 1, 0.01, draft_seconds=spent))
+        assert trial.time == before and peeks * asking <= 1.05 * 1000 * PEEK_RATE
         assert (peeks > 0) == (unread == 0 and asking < 1)
 
 
@@ -174,17 +175,17 @@ def test_a_round_that_failed_after_a_peek_changes_nothing() -> None:
     budget = cooling()
     assert budget.worth_reading([0.9] * 8)
     assert budget.choose(State(2, 2000, 100.0)) == 0
-    budget.record(Round(0, 2, [], 2, 0.01, asking=0.001))
+    budget.record(Round(0, 2, [], 2, 0.01, draft_seconds=0.001))
 
 
 def test_a_stall_in_a_peek_does_not_end_peeks() -> None:
     budget = cooling()
-    budget.record(Round(0, 1, [], 1, 10.0, asking=10.0))
+    budget.record(Round(0, 1, [], 1, 10.0, draft_seconds=10.0))
     peeks = 0
     for _ in range(200):
         budget.cooldown = 16
         peeks += budget.peek(State(1, 100, 100.0)) > 0
-        budget.record(Round(0, 1, [], 1, 0.01, asking=0.0005 * (budget.peeking > 0)))
+        budget.record(Round(0, 1, [], 1, 0.01, draft_seconds=0.0005 * (budget.peek_limit > 0)))
     assert peeks > 5
 
 
@@ -201,7 +202,7 @@ def test_nodes_are_never_thought_to_cost_nothing() -> None:
 def test_wrong_confidence_costs_no_more_than_the_debt(asking: float) -> None:
     """It is sure, and never right."""
     trial = world(0.0, 0.1, asking=asking, sure=lambda written: 0.9).run(Adaptive(8), 1200)
-    assert trial.time <= (1 + RATE + PEEK) * trial.written + DEBT + 0.12 * 8 + asking
+    assert trial.time <= (1 + RATE + PEEK_RATE) * trial.written + DEBT + 0.12 * 8 + asking
     assert any(trial.sizes)
 
 

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from drafting import DRAFTERS, Watch, texts
-from tiny import prompts, target
+import torch
+from drafting import DRAFTERS, Watch, commit_of, texts
+from tiny import CPU, prompts, sampler_of, target
 from torch import Tensor
 
 from draftproof.cache.kv_cache import KVCache
 from draftproof.core import sampling
-from draftproof.core.messages import Reading
+from draftproof.core.messages import Frontier, Reading
 from draftproof.core.noise import Role
 from draftproof.core.params import Sampling
+from draftproof.core.prefix import Prefix
 from draftproof.core.sampling import Sampler
 from draftproof.core.tree import TokenTree
 from draftproof.drafters.prompt_lookup import PromptLookup
 from draftproof.engine.budget import Adaptive, Budget, Fixed
 from draftproof.engine.engine import Engine
 from draftproof.engine.load import load
+from draftproof.errors import BadInput
 from draftproof.model.target import Target
 from draftproof.requests.stats import Round, State
 
@@ -94,9 +98,26 @@ def test_drafts_read_in_a_cooldown_do_not_change_the_text(drafter: str, rows: in
     engine = Engine(target(), Watch(DRAFTERS[drafter](target())), budget=budget)
     assert texts(engine, asked, **wish) == wanted
     nodes = [sum(done.rows for done in budget.rounds), sum(done.drafted for done in budget.rounds)]
-    assert nodes[1] <= 9 * nodes[0] and all(done.asking > 0 for done in budget.rounds)
+    assert nodes[1] <= 9 * nodes[0] and all(done.draft_seconds > 0 for done in budget.rounds)
     if drafter in ("medusa", "redrafter", "merged"):
         assert len({size for _, size in budget.read}) > 2
+
+
+class SureChain(PromptLookup):
+    """Always the same chain, and sure of it."""
+
+    def propose(self, frontier: Frontier) -> TokenTree:
+        root, size = frontier.prefix.root[:, None], min(3, frontier.max_draft_tokens)
+        chain = TokenTree.chain(torch.cat([root, torch.ones_like(root).expand(-1, size)], 1))
+        return replace(chain, confidence=torch.ones(len(root), 1 + size))
+
+
+def test_a_chain_that_is_read_in_a_cooldown_stays_a_chain() -> None:
+    """A budget expects other acceptance of trees."""
+    budget = Peeking(9, 1)
+    Engine(target(), SureChain(), budget=budget).generate(prompts(1, seed=3), max_new_tokens=40)
+    whole = [done for done in budget.rounds if done.drafted == 3]
+    assert len(whole) > 3 and all(done.chain for done in whole)
 
 
 class Resting(Wild):
@@ -121,18 +142,17 @@ def test_a_cooldown_begins_after_the_round_that_it_is_set_in() -> None:
 def test_each_round_that_asks_in_a_cooldown_is_recorded() -> None:
     """Also while the chunks of a prompt are read next to a running text."""
     class Strict(Peeking):
-        peeked = 0
+        peeks, unrecorded = 0, False
 
         def peek(self, state: State) -> int:
-            assert self.peeked == len(self.rounds), "the round before was not recorded"
-            size = super().peek(state)
-            self.peeked += size > 0
+            assert not self.unrecorded
+            self.unrecorded = (size := super().peek(state)) > 0
+            self.peeks += self.unrecorded
             return size
 
         def record(self, done: Round) -> None:
-            if self.cooldown == 0 or self.peeked > len(self.rounds):
-                super().record(done)
-            self.cooldown = 3
+            super().record(done)
+            self.cooldown, self.unrecorded = 3, False
 
     budget = Strict(9, 1)
     engine = load("demo", drafter="portfolio", budget=budget)
@@ -147,7 +167,50 @@ def test_each_round_that_asks_in_a_cooldown_is_recorded() -> None:
         if not scheduler.has_unfinished_requests():
             break
         scheduler.step()
-    assert budget.peeked > 2
+    assert budget.peeks > 2
+
+
+class Reckless(Wild):
+    """Chooses more than it said it would."""
+
+    def choose(self, state: State) -> int:
+        return 10**6
+
+
+def test_budgets_keep_their_word() -> None:
+    engine = Engine(target(), PromptLookup(), budget=Reckless(4))
+    with pytest.raises(BadInput, match="chose 1000000 draft tokens; it may choose 0 to"):
+        engine.generate(prompts(1, seed=3), max_new_tokens=8)
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", "suffix", "recycling", "portfolio"])
+def test_kernels_refuse_drafts_larger_than_their_memory(drafter: str) -> None:
+    """They keep nodes on the stack. An engine refuses such a budget before."""
+    made = DRAFTERS[drafter](target())
+    made.start(1, 64, CPU)
+    made.observe(commit_of([0], [[1, 2, 1, 2]]))
+    prefix = Prefix(torch.tensor([[1, 2, 1, 2, 1] + [0] * 59]), torch.tensor([4]))
+    if CPU.library is not None:
+        with pytest.raises(BadInput, match="the kernels draft at most 1536"):
+            made.propose(Frontier(prefix, sampler_of(Sampling()), 100_000))
+    most = made.propose(Frontier(prefix, sampler_of(Sampling()), 1023))
+    assert most.tokens.shape[1] <= 1024
+    with pytest.raises(BadInput, match="fewer than 1024"):
+        Engine(target(max_position_embeddings=4096), made, budget=1024)
+
+
+def test_a_draft_without_nodes_is_read_as_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree takes other paths, with masks and gathers."""
+    model, trees = target(), list[TokenTree]()
+    read = model.read
+
+    def watched(tree: TokenTree, *rest: Any, **more: Any) -> Reading:
+        trees.append(tree)
+        return read(tree, *rest, **more)
+
+    monkeypatch.setattr(model, "read", watched)
+    Engine(model, PromptLookup(16, 16), budget=4).generate(prompts(1, seed=3), max_new_tokens=8)
+    assert len(trees) > 6 and all(tree.is_chain for tree in trees)
 
 
 def test_noise_is_made_only_for_what_was_drafted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -29,7 +29,7 @@ from draftproof.plan.planner import begin_with, learned
 from draftproof.plan.playback import PlayedDraft, PlayedDrafter
 from draftproof.plan.recording import Text, drafts_of, recorded
 from draftproof.plan.replay import replay
-from draftproof.requests.stats import Round
+from draftproof.requests.stats import Round, State
 
 NEW = 24
 ONE = Machine("one", "", tuple(RoundTiming("", False, rows, 0, 1.0) for rows in (1, 2)))
@@ -128,6 +128,30 @@ def test_replayed_seconds_include_reading_drafting_and_overhead() -> None:
         replayed = PlayedDrafter(texts, played)
         seconds, done = replay(engine, replayed, texts, Fixed(2), Machine("", "", timed), 1, name)
         assert seconds == pytest.approx(each * sum(item.stats.rounds for item in done), abs=2)
+
+
+def test_replays_ask_in_a_cooldown_as_the_engine_does() -> None:
+    """A drafter with a KV cache is not asked there."""
+    texts, asked = texts_of(0.0, ()), list[int]()
+
+    class Cooling(Adaptive):
+        def choose(self, state: State) -> int:
+            self.cooldown = 9
+            return 0
+
+        def peek(self, state: State) -> int:
+            asked.append(state.rows)
+            return 3
+
+        def worth_reading(self, confidence: Sequence[float]) -> int:
+            return 0
+
+    slow = replace(ONE, timed=(RoundTiming("", False, 1, 0, 100.0),))
+    replay(Engine(target()), PlayedDrafter(texts, PromptLookup()), texts, Cooling(4), slow, 1,
+           "prompt-lookup")  # fmt: skip
+    assert len(asked) > 8
+    draft = DraftModel(target(), target().vocab_size)
+    assert PlayedDrafter(texts, draft).has_kv_cache and draft.has_kv_cache
 
 
 def test_a_budget_receives_the_seconds_of_the_machine_not_of_the_clock() -> None:

@@ -138,7 +138,7 @@ class Drafter(ABC):
             A tree of draft tokens for each row.
         """
 
-    def in_c(self, prefix: Prefix) -> Structure | None:
+    def native_member(self, prefix: Prefix) -> Structure | None:
         """What the C library needs to draft in this drafter's place, as a member of a portfolio.
 
         Args:

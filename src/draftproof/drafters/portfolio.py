@@ -228,7 +228,7 @@ def _merge_proposals(
     asked = list[Structure]()
     for member in members:
         native = frontier.trees and _drafts_in_c(type(member))
-        search = member.in_c(prefix) if native else None
+        search = member.native_member(prefix) if native else None
         if search is not None:
             width, limit = 1 + steps, steps
         else:
@@ -243,16 +243,16 @@ def _merge_proposals(
     judged = (None, None, None, None, 0) if last is None else (*last, last.texts.shape[1])
     library(
         "merge_trees", counts, *constants, *judged, array_of("Member", asked), len(asked),
-        texts_of(prefix), steps, nodes, texts, parents, kinds, out.output
+        texts_of(prefix, steps), steps, nodes, texts, parents, kinds, out.output
     )
     return (texts, parents, kinds), out.tree(depth)
 
 
 @cache
 def _drafts_in_c(kind: type[Drafter]) -> bool:
-    """Whether `in_c` says what `propose` does; not if a subclass has another `propose`."""
+    """Whether `native_member` drafts what `propose` does: not in a subclass with another one."""
     owners = [next(base for base in kind.__mro__ if name in vars(base))
-              for name in ("propose", "in_c")]
+              for name in ("propose", "native_member")]
     return owners[0] is owners[1]
 
 

@@ -64,7 +64,7 @@ class PromptLookup(Drafter):
         tree = self.ops.run(match_prompt, frontier.prefix, self.sizes, frontier.max_draft_tokens)
         return tree if frontier.trees else tree.best_chain()
 
-    def in_c(self, prefix: Prefix) -> Structure:
+    def native_member(self, prefix: Prefix) -> Structure:
         return _member(self.sizes, len(prefix.position))
 
 
@@ -118,7 +118,7 @@ def _match_prompt(
     library: Kernels, prefix: Prefix, sizes: tuple[int, int, int, int], budget: int
 ) -> TokenTree:
     out = TreeBuffer(len(prefix.position), 1 + budget)
-    library("match_prompt", _search(sizes), texts_of(prefix), budget, out.output)
+    library("match_prompt", _search(sizes), texts_of(prefix, budget), budget, out.output)
     return out.tree(budget)
 
 

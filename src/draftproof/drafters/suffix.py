@@ -104,8 +104,8 @@ class SuffixDrafter(Drafter):
         tree = self.ops.run(continue_text, index, prefix, self._rows, OWN, PATHS, budget)
         return tree if frontier.trees else tree.best_chain()
 
-    def in_c(self, prefix: Prefix) -> Structure:
-        """A search of the index; the same one until rows or the index change."""
+    def native_member(self, prefix: Prefix) -> Structure:
+        """A search of the index; the same structure until rows or the index change."""
         in_c, last = self._index(prefix.tokens.device).in_c(), self._member
         if last is None or last[0] is not self._rows or last[1] is not in_c:
             search = _search(in_c, self._rows, OWN, PATHS)
@@ -310,7 +310,7 @@ def _continue_text(
 ) -> TokenTree:
     out = TreeBuffer(len(prefix.position), 1 + budget)
     search = _search(index.in_c(), rows, own_weight, paths)
-    library("continue_text", search, texts_of(prefix), budget, out.output)
+    library("continue_text", search, texts_of(prefix, budget), budget, out.output)
     return out.tree(budget)
 
 

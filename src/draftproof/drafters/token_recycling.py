@@ -95,8 +95,8 @@ class TokenRecycling(Drafter):
         tree = self.ops.run(likely_successors, table, prefix, *rows, sizes, budget + 1)
         return tree if frontier.trees else tree.best_chain()
 
-    def in_c(self, prefix: Prefix) -> Structure:
-        """A search of the table; the same one until rows change."""
+    def native_member(self, prefix: Prefix) -> Structure:
+        """A search of the table; the same structure until rows change."""
         assert self._last is not None, "a row begins with its prompt"
         table, last = self._tables[prefix.tokens.device], self._member
         if last is None or last[0] is not self._last or last[1] is not self._owners:
@@ -231,7 +231,7 @@ def _likely_successors(
 ) -> TokenTree:
     out = TreeBuffer(len(prefix.position), nodes)
     search = _search(table, last, owners, sizes)
-    library("likely_successors", search, texts_of(prefix), nodes - 1, out.output)
+    library("likely_successors", search, texts_of(prefix, nodes - 1), nodes - 1, out.output)
     return out.tree(sizes[2])
 
 

@@ -22,8 +22,8 @@ from draftproof.requests.stats import Round, State
 DEBT = 3.0          # plain steps that may be lost
 CREDIT = 12.0       # earlier gains, in plain steps, that may be lost again
 RATE = 0.01         # share of plain decoding's time that repays the debt
-PEEK = 0.01        # share of a cooldown's time in which the drafter is asked nevertheless
-SURE = 1.1          # expected speed-up by a draft that is read in a cooldown
+PEEK_RATE = 0.01    # share of a cooldown's time in which the drafter is asked nevertheless
+PEEK_SPEEDUP = 1.1  # a draft is read in a cooldown if this speed-up is expected
 KEPT = 0.98         # decay of counts per draft
 POOL = 4.0          # weight of the prior of a node's acceptance, in rounds
 MEMORY = 16         # rounds that seconds are averaged over, and of a cooldown
@@ -32,7 +32,7 @@ NEW = 3             # first rounds of a size, which may include warm-up
 SPREAD = 1.25       # normal variation of rounds of one size, as a factor
 RECENT = 8          # rounds that show how fast the machine is
 CONFIRM = 3         # plain rounds that can refute a change of its speed
-LEAST_PER_NODE = 1 / 256    # plain steps to read a node, at least
+LEAST = 1 / 256     # plain steps to read a node, at least
 CATCH_UP = 8        # more unread tokens per row than this are charged separately
 
 
@@ -196,15 +196,14 @@ class Adaptive(Budget):
         self.now, self.unread = Costs(self.sizes), 0            # of the coming round
         self.ratios = deque([1.0] * RECENT, RECENT)             # seconds of rounds / known seconds
         self.debt, self.repayment = 0.0, rate                   # plain steps; per plain step
-        self.asking = 0.0                                       # seconds of a proposal
-        self.peeks, self.waited = 0.0, 0        # plain steps for peeks; rounds since a proposal
-        self.peeking = 0.0                      # the most seconds that this round's peek counts for
+        self.draft_seconds, self.since_asked = 0.0, 0           # of a proposal; rounds since it
+        self.peek_credit, self.peek_limit = 0.0, 0.0    # plain steps; seconds charged for this peek
         self.per_node = 1 / MEMORY                              # plain steps to read a node
         self.per_unread = 0.0                                   # seconds per token caught up
         self.catch_up_cost = 0.0                                # the same in plain steps, in all
 
     def choose(self, state: State) -> int:
-        self.peeking = 0.0                                      # if its round failed
+        self.peek_limit = 0.0                                      # if its round failed
         if self.cooldown:
             return 0
         rows, context, left, unread = state
@@ -227,16 +226,16 @@ class Adaptive(Budget):
         return 0
 
     def peek(self, state: State) -> int:
-        plain, self.waited = self.now.mean[0], self.waited + 1
-        price = self.asking * (1 + self.waited / MEMORY)        # these rounds are learnt then
-        due = state.unread == 0 < price <= (self.peeks + PEEK * self.waited) * plain
+        plain, self.since_asked = self.now.mean[0], self.since_asked + 1
+        price = self.draft_seconds * (1 + self.since_asked / MEMORY)    # it learns these rounds
+        due = state.unread == 0 < price <= (self.peek_credit + PEEK_RATE * self.since_asked) * plain
         if not due or state.remaining <= 1 or self.debt >= self.limit:
             return 0
-        self.peeking = 4 * price                                # more is a stall
+        self.peek_limit = 4 * price                                # more is a stall
         return self.max_draft_tokens
 
     def worth_reading(self, confidence: Sequence[float]) -> int:
-        expected, size, tokens = SURE, 0, [1.0]
+        expected, size, tokens = PEEK_SPEEDUP, 0, [1.0]
         for chance in sorted(confidence, reverse=True):
             tokens.append(tokens[-1] + chance)
         for candidate in self.sizes[1:]:
@@ -277,10 +276,10 @@ class Adaptive(Budget):
 
     def record(self, done: Round) -> None:
         self.cooldown = max(0, self.cooldown - 1)
-        if self.peeking:
-            asking = min(done.asking, self.peeking)
-            self.peeks += PEEK * self.waited - asking / self.now.mean[0]
-            self.peeking, self.waited = 0.0, 0
+        if self.peek_limit:
+            seconds = min(done.draft_seconds, self.peek_limit)
+            self.peek_credit += PEEK_RATE * self.since_asked - seconds / self.now.mean[0]
+            self.peek_limit, self.since_asked = 0.0, 0
         if self.cooldown:
             self.debt -= self.repayment
             self._follow_machine(0, done.seconds)
@@ -291,7 +290,7 @@ class Adaptive(Budget):
         if index:
             self._count(done)
             self._time_nodes(done)
-            self.waited = 0
+            self.since_asked = 0
         if index and self.unread and done.seconds:
             each = max(0.0, done.seconds - now.estimate(index)) / self.unread
             known = self.per_unread or each
@@ -340,11 +339,11 @@ class Adaptive(Budget):
 
     def _time_nodes(self, done: Round) -> None:
         """Average the seconds of a proposal, and those of reading a node."""
-        plain, known = self.now.mean[0], self.asking or done.asking
-        self.asking = known + (min(done.asking, 4 * known) - known) / 4
+        plain, known = self.now.mean[0], self.draft_seconds or done.draft_seconds
+        self.draft_seconds = known + (min(done.draft_seconds, 4 * known) - known) / 4
         if done.drafted and plain:
-            each = ((done.seconds - done.asking) / plain - 1) * done.rows / done.drafted
-            each = min(max(each, LEAST_PER_NODE), 4 * self.per_node)
+            each = ((done.seconds - done.draft_seconds) / plain - 1) * done.rows / done.drafted
+            each = min(max(each, LEAST), 4 * self.per_node)
             self.per_node += (each - self.per_node) / 4
 
     def _count(self, done: Round) -> None:

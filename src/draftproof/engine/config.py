@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from draftproof.model.loading import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_TREE_NODES = 1024
-"""A tree with this many draft tokens per round is taken for a typing error."""
+"""So many draft tokens per round, or nodes of a tree, are taken for a typing error."""
 TRAINING_FREE = ("none", "portfolio", "prompt-lookup", "suffix", "recycling")
 """Drafters without a model or heads of their own."""
 NAMED = (*TRAINING_FREE, "medusa", "redrafter", "mtp", "self-int8", "self-int4", "self-layers:N")

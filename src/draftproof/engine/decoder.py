@@ -27,7 +27,7 @@ from draftproof.engine.prefill import SHORT, Prefill, Prompts
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.row_output import RowOutput, row_outputs
 from draftproof.engine.shape_policy import OPEN, ShapePolicy
-from draftproof.errors import DrafterMismatch
+from draftproof.errors import BadInput, DrafterMismatch
 from draftproof.model.device import Device
 from draftproof.model.target import Target
 from draftproof.requests.sequence import SequenceState
@@ -64,7 +64,7 @@ class Decoder:
         self.chunks = ChunkBudget(self.prompts.chunk) if self.prompts.alike else None
         self.watch: Watch | None = None
         self.forced = list[list[int]]()         # what grammars force in this round
-        self.peeks = False                      # the drafter is asked though the budget cools down
+        self.peeking = False                    # the drafter is asked though the budget cools down
         early = budget.min_confidence > 0 and not rule.needs_draft_probs
         self.ends_early = early and self.ops.on_host
 
@@ -98,12 +98,12 @@ class Decoder:
         observed = time.perf_counter()
         done = self._deliver(frontier, tree, reading, commit, accepted)
         seconds = time.perf_counter() - start
-        asking = drafted - start + observed - kept
-        self.clock.add_round(asking, verified - drafted, seconds)
+        drafting = drafted - start + observed - kept
+        self.clock.add_round(drafting, verified - drafted, seconds)
         # forced tokens say nothing about the drafter's own, and a chunk's seconds nothing about
         # their cost
         if not (self.forced or chunk):
-            self.budget.record(done._replace(seconds=seconds, asking=asking))
+            self.budget.record(done._replace(seconds=seconds, draft_seconds=drafting))
         if self.chunks is not None and chunk:
             self.chunks.pass_took(chunk, nodes, seconds)
         elif self.chunks is not None:
@@ -199,13 +199,16 @@ class Decoder:
             remaining += row.limit - len(row.tokens)
         # rows with forced tokens need no drafter; one with a KV cache reads only its own tokens
         forced = self.forced and (all(self.forced) or self.drafter.has_kv_cache)
-        cools, self.peeks = self.budget.cooldown > 0, False
+        cools, self.peeking = self.budget.cooldown > 0, False
         peeks = cools and self._may_peek()
         if self.budget.max_draft_tokens and (peeks or not cools) and not forced:
             unread = self.drafter.unread(len(self.batch.pending))
             state = State(len(rows), longest, remaining / len(rows), unread)
             nodes = self.budget.peek(state) if peeks else self.budget.choose(state)
-            nodes, self.peeks = self._within_chunk(nodes), peeks and nodes > 0
+            if not 0 <= nodes <= self.budget.max_draft_tokens:
+                raise BadInput(f"the budget chose {nodes} draft tokens; it may choose 0 to its "
+                               f"max_draft_tokens, {self.budget.max_draft_tokens}")
+            nodes, self.peeking = self._within_chunk(nodes), peeks and nodes > 0
         if nodes and self.ends_early and len(rows) > 1 and self.target.ragged_batches:
             row_limit = min(nodes + max(2, nodes // 2), self.budget.max_draft_tokens)
         ahead, deepest = max(nodes, row_limit), self.drafter.deepest
@@ -218,7 +221,8 @@ class Decoder:
             self.target.reads_trees, min_confidence, row_limit, self.batch.view)
 
     def _may_peek(self) -> bool:
-        """Whether the drafter may be asked in a cooldown: only in a round that will be recorded."""
+        """Whether the drafter may be asked in a cooldown: only in a round that will be recorded,
+        and if it keeps no KV cache, which a draft that nobody reads would confuse."""
         reads_chunk = self.chunks is not None and self.chunks.pending
         alone = not (self.forced or reads_chunk or self.drafter.has_kv_cache)
         return alone and self.ends_early
@@ -236,7 +240,7 @@ class Decoder:
         if not (frontier.max_draft_tokens or self.forced):
             return frontier, TokenTree.chain(frontier.prefix.root[:, None])
         tree = self._proposal(frontier)
-        if self.peeks:
+        if self.peeking:
             size, tree = self._worth_reading(tree)
             frontier = replace(frontier, max_draft_tokens=size)
         if self.forced:

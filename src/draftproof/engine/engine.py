@@ -21,6 +21,7 @@ from draftproof.core.typical import Typical, rule_of
 from draftproof.drafters.base import Drafter, Plain
 from draftproof.engine.background import Background, updates_of
 from draftproof.engine.budget import Adaptive, Budget, Fixed, usual_budget
+from draftproof.engine.config import MAX_TREE_NODES
 from draftproof.engine.decoder import Decoder
 from draftproof.engine.prefix_cache import PrefixCache
 from draftproof.engine.scheduler import Scheduler as Scheduler
@@ -100,9 +101,13 @@ class Engine:
         self.prefixes: PrefixCache | None = None    # texts whose beginnings are not read again
         self.lock = RLock()                         # held in each step
         self.stats = RoundStats()
-        if self.budget.max_draft_tokens >= target.context:
-            count = f"{self.budget.max_draft_tokens} draft tokens per round"
-            raise BadInput(f"{count} exceed the context of {target.context} tokens; draft fewer")
+        count = self.budget.max_draft_tokens
+        if count >= target.context:
+            raise BadInput(f"{count} draft tokens per round exceed the context of {target.context} "
+                           "tokens; draft fewer")
+        if count >= MAX_TREE_NODES:
+            raise BadInput(f"{count} draft tokens per round were asked for; draft fewer than "
+                           f"{MAX_TREE_NODES}")
 
     def __repr__(self) -> str:
         target, budget = self.target, self.budget

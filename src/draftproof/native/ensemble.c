@@ -149,9 +149,9 @@ void draftproof_merge_trees(float *counts /* [count, levels, 2] */, int64_t leve
             last_pools, last_parents, last_kinds, asked, last_nodes, texts, out->absent);
     int64_t rows = texts->rows, each = 1 + steps, start = 0;
     int64_t *drafted = (int64_t *)scratch(rows * (5 * each + nodes));
-    float *own = (float *)(drafted + 2 * rows * each), *chances = own + rows * each;
+    float *confidence = (float *)(drafted + 2 * rows * each), *chances = confidence + rows * each;
     for (int64_t m = 0; m < count; m++) {
-        TreeOutput room = {.tokens = drafted, .parents = drafted + rows * each, .probs = own,
+        TreeOutput room = {.tokens = drafted, .parents = drafted + rows * each, .probs = confidence,
             .nodes = each, .absent = out->absent, .widest = 1, .rows = rows};
         if (members[m].rows < rows) break;
         const Member member = searched(members + m, texts, steps, &room);

@@ -6,8 +6,11 @@ import torch
 
 from draftproof.core.prefix import Prefix
 from draftproof.core.tree import ABSENT, TokenTree, TreeShape
+from draftproof.errors import BadInput
 from draftproof.native.declarations import Structure, structure
 
+MOST_AHEAD = 1536
+"""The most tokens that the library drafts after a text: it keeps them on its stack."""
 Texts, TreeOutput, Member = map(structure, ("Texts", "TreeOutput", "Member"))
 
 
@@ -32,12 +35,20 @@ class TreeBuffer:
         return TokenTree(tokens, parents, limit, confidence=confidence)
 
 
-def texts_of(prefix: Prefix) -> Structure:
+def texts_of(prefix: Prefix, ahead: int) -> Structure:
     """The texts of all rows, each up to its root.
 
+    Args:
+        prefix: The texts.
+        ahead: Tokens that are drafted after each root.
+
     Raises:
-        BadInput: They are not int64 on the CPU, or there are fewer texts than rows.
+        BadInput: They are not int64 on the CPU, there are fewer texts than rows, or `ahead` is more
+            than `MOST_AHEAD`.
     """
+    if not 0 <= ahead <= MOST_AHEAD:
+        raise BadInput(f"{ahead} tokens were to be drafted after each text; the kernels draft at "
+                       f"most {MOST_AHEAD}")
     text, position = prefix.tokens, prefix.position
     return Texts(text, position, len(position), text.shape[1])
 

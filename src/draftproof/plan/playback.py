@@ -46,6 +46,7 @@ class Playback(Drafter):
     def __init__(self, texts: Sequence[Text], like: Drafter) -> None:
         self.texts, self.name, self.max_draft_tokens = texts, like.name, like.max_draft_tokens
         self.deepest, self.timing = like.deepest, Timing()
+        self.has_kv_cache = like.has_kv_cache
 
     def start(self, rows: int, capacity: int, ops: Ops) -> None:
         super().start(rows, capacity, ops)

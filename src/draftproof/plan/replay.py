@@ -116,10 +116,10 @@ class SimulatedClock(Budget):
         tree, context = self.target.tree, 1 + fmean(self.target.lengths[: done.rows])
         sizes = tree.sizes if self.target.ragged_batches else [tree.tokens.shape[1] - 1]
         took = self.machine.round(self.sampled, done.rows, fmean(sizes), context)
-        asking = self._draft_seconds(done, fmean(sizes))
-        took, noise = took + asking, self.dice.choice(self.machine.noise)
+        drafting = self._draft_seconds(done, fmean(sizes))
+        took, noise = took + drafting, self.dice.choice(self.machine.noise)
         self.total += took
-        self.inner.record(done._replace(seconds=took * noise, asking=asking * noise))
+        self.inner.record(done._replace(seconds=took * noise, draft_seconds=drafting * noise))
         self.cooldown = self.inner.cooldown
 
     def read_prompts(self, tokens: int) -> None:

@@ -119,7 +119,8 @@ class Round(NamedTuple):
     size: the chosen nodes per row. accepted: indices of the accepted nodes of all rows; a smaller
     draft would have been the first nodes of this one. emitted: tokens of all rows. seconds: time of
     the whole round; 0 if it is not meaningful. chain: whether no row drafted a tree. drafted: nodes
-    that were read, of all rows. asking: seconds of `seconds` in which the drafter worked.
+    that were read, of all rows. draft_seconds: those
+    of `seconds` in which the drafter worked.
     """
 
     size: int
@@ -129,7 +130,7 @@ class Round(NamedTuple):
     seconds: float
     chain: bool = True
     drafted: int = 0
-    asking: float = 0.0
+    draft_seconds: float = 0.0
 
 
 class Clock:
